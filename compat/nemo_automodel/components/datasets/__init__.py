@@ -1,0 +1,1 @@
+"""See ``nemo_automodel``."""

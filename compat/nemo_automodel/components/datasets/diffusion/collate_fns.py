@@ -1,0 +1,17 @@
+"""Collate functions and loader builders, under the documented names."""
+
+from latentry.loader import (
+    build_text_to_image_multiresolution_dataloader,
+    build_video_multiresolution_dataloader,
+    collate_fn_production,
+    collate_fn_text_to_image,
+    collate_fn_video,
+)
+
+__all__ = [
+    "build_text_to_image_multiresolution_dataloader",
+    "build_video_multiresolution_dataloader",
+    "collate_fn_production",
+    "collate_fn_text_to_image",
+    "collate_fn_video",
+]

@@ -1,0 +1,57 @@
+"""Latentry: images, videos and captions as training-ready latents, served in a resumable order.
+
+Importing this package imports nothing heavy: each public name is loaded when it is first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from latentry.buckets import MultiTierBucketCalculator as MultiTierBucketCalculator
+    from latentry.datasets import BaseMultiresolutionDataset as BaseMultiresolutionDataset
+    from latentry.datasets import TextToImageDataset as TextToImageDataset
+    from latentry.datasets import TextToVideoDataset as TextToVideoDataset
+    from latentry.errors import CacheError as CacheError
+    from latentry.errors import ConfigError as ConfigError
+    from latentry.errors import LatentryError as LatentryError
+    from latentry.errors import StateError as StateError
+    from latentry.loader import (
+        build_text_to_image_multiresolution_dataloader as build_text_to_image_multiresolution_dataloader,
+    )
+    from latentry.loader import (
+        build_video_multiresolution_dataloader as build_video_multiresolution_dataloader,
+    )
+    from latentry.loader import from_config as from_config
+    from latentry.sampler import SequentialBucketSampler as SequentialBucketSampler
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "BaseMultiresolutionDataset": "datasets",
+    "CacheError": "errors",
+    "ConfigError": "errors",
+    "LatentryError": "errors",
+    "MultiTierBucketCalculator": "buckets",
+    "SequentialBucketSampler": "sampler",
+    "StateError": "errors",
+    "TextToImageDataset": "datasets",
+    "TextToVideoDataset": "datasets",
+    "build_text_to_image_multiresolution_dataloader": "loader",
+    "build_video_multiresolution_dataloader": "loader",
+    "from_config": "loader",
+}
+"""Where each public name lives."""
+
+__all__ = [*_HOME]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'latentry' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"latentry.{_HOME[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOME])

@@ -1,0 +1,226 @@
+"""A cache as a map-style PyTorch dataset, grouped into buckets.
+
+Opening reads the index; an item is one cache file, checked against what its row promises. No model
+library is needed: a machine that only trains imports neither diffusers nor transformers for this.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from abc import ABC, abstractmethod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset
+
+from latentry.buckets import MultiTierBucketCalculator
+from latentry.cache.files import load_cache_file
+from latentry.cache.index import CacheIndex, open_index
+from latentry.cache.metadata import MetadataRows
+from latentry.errors import CacheFileError
+from latentry.records import BucketShape
+
+logger = logging.getLogger(__name__)
+
+VIDEO_OPTIONAL_FIELDS = ("text_mask", "text_embeddings_2", "text_mask_2", "image_embeds")
+"""Tensors that a video file has if its model does."""
+
+
+class BaseMultiresolutionDataset(Dataset[dict[str, Any]], ABC):
+    """The samples of a cache by bucket; subclasses say what an item is.
+
+    ``bucket_groups`` maps a bucket's key to its ``indices``, ``resolution``, ``pixels``,
+    ``aspect_name``, ``aspect_ratio`` and ``num_frames``; ``sorted_bucket_keys`` lists the keys by
+    pixels, ascending, ties in order of first appearance. A key is (aspect name, (width, height)),
+    and where clips of different lengths occur, also the number of frames: a batch always stacks.
+    """
+
+    def __init__(self, cache_dir: str | os.PathLike[str], quantization: int = 64) -> None:
+        self.cache_dir = Path(cache_dir).expanduser()
+        self.calculator = MultiTierBucketCalculator(quantization=quantization)
+        self._open()
+
+    def _open(self) -> None:
+        self.index: CacheIndex = open_index(self.cache_dir, self._aspect_ratio_to_name)
+        self.metadata = MetadataRows(self.cache_dir, self.index.metadata.shards, self.index.shard_lengths)
+        self._group_by_bucket()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leaves out what a worker process can open by itself."""
+        return {k: v for k, v in self.__dict__.items() if k not in ("index", "metadata", "bucket_groups")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._open()
+
+    def _aspect_ratio_to_name(self, aspect_ratio: float) -> str:
+        """``tall``, ``square`` or ``wide``."""
+        if aspect_ratio < 0.85:
+            return "tall"
+        return "wide" if aspect_ratio > 1.18 else "square"
+
+    def _group_by_bucket(self) -> None:
+        """Fill ``bucket_groups`` and ``sorted_bucket_keys``."""
+        frames_differ = len({shape.num_frames for shape in self.index.shapes}) > 1
+        self.bucket_groups: dict[Any, dict[str, Any]] = {}
+        for shape, rows in zip(self.index.shapes, self.index.rows_by_shape(), strict=True):
+            resolution = (shape.width, shape.height)
+            key: tuple[Any, ...] = (shape.aspect_name, resolution)
+            if frames_differ:
+                key = (*key, shape.num_frames)
+            self.bucket_groups[key] = {
+                "indices": rows,
+                "resolution": resolution,
+                "pixels": shape.pixels,
+                "aspect_name": shape.aspect_name,
+                "aspect_ratio": shape.width / shape.height,
+                "num_frames": shape.num_frames,
+            }
+        self.sorted_bucket_keys = sorted(
+            self.bucket_groups, key=lambda key: self.bucket_groups[key]["pixels"]
+        )
+
+    def get_bucket_info(self) -> dict[str, Any]:
+        """How many samples each bucket has, for people to read."""
+        return {
+            "total_buckets": len(self.bucket_groups),
+            "buckets": {
+                "/".join([key[0], "x".join(map(str, key[1])), *map(str, key[2:])]): len(group["indices"])
+                for key, group in self.bucket_groups.items()
+            },
+        }
+
+    @property
+    def fingerprint(self) -> str:
+        """Identifies the samples and their order, wherever the cache lies; a sampler's state holds it."""
+        return self.index.fingerprint
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+    @abstractmethod
+    def __getitem__(self, idx: int) -> dict[str, Any]:
+        """One sample, ready for its collate function."""
+
+    def _load(self, idx: int) -> CachedSample:
+        row = range(len(self))[idx]
+        relative = self.index.relative_file(row)
+        return CachedSample(
+            self.cache_dir / relative, self.index.shape(row), load_cache_file(self.cache_dir, relative)
+        )
+
+
+class CachedSample:
+    """A cache file's dictionary, together with what it must agree with."""
+
+    def __init__(self, path: Path, shape: BucketShape, data: dict[str, Any]) -> None:
+        self.path = path
+        self.shape = shape
+        self.data = data
+
+    def value(self, key: str) -> Any:
+        if self.data.get(key) is None:
+            raise CacheFileError(f"{self.path} has no {key}; it holds {', '.join(map(str, self.data))}")
+        return self.data[key]
+
+    def pair(self, key: str) -> torch.Tensor:
+        """Two whole numbers, such as a resolution, as a tensor."""
+        value = self.value(key)
+        if not (isinstance(value, (tuple, list, torch.Tensor)) and len(value) == 2):
+            raise CacheFileError(f"{self.path}: {key} is {value!r}; it must be two numbers")
+        return torch.as_tensor([int(number) for number in value])
+
+    def tensor(self, key: str, num_dims: int) -> torch.Tensor:
+        """The tensor under this key; a leading dimension of 1 too many is taken off."""
+        value = self.value(key)
+        if not isinstance(value, torch.Tensor):
+            raise CacheFileError(f"{self.path}: {key} is a {type(value).__name__}, not a tensor")
+        if value.ndim == num_dims + 1 and value.shape[0] == 1:
+            value = value[0]
+        if value.ndim != num_dims:
+            raise CacheFileError(
+                f"{self.path}: {key} has shape {list(value.shape)}; expected {num_dims} dimensions"
+            )
+        return value
+
+    def latents(self, key: str, num_dims: int) -> torch.Tensor:
+        """Latents, checked to be the bucket's picture shrunk by one whole factor."""
+        value = self.tensor(key, num_dims)
+        height, width = value.shape[-2:]
+        factor = self.shape.width // max(1, width)
+        if (width * factor, height * factor) != (self.shape.width, self.shape.height):
+            raise CacheFileError(
+                f"{self.path}: {key} has shape {list(value.shape)}, which is not a scaled-down "
+                f"{self.shape.width}x{self.shape.height}, the bucket in its row"
+            )
+        return value
+
+
+class TextToImageDataset(BaseMultiresolutionDataset):
+    """Image latents with their text embeddings, or with tokens if the text encoder is trained too."""
+
+    def __init__(self, cache_dir: str | os.PathLike[str], train_text_encoder: bool = False) -> None:
+        self.train_text_encoder = train_text_encoder
+        super().__init__(cache_dir, quantization=64)
+
+    def __getitem__(self, idx: int) -> dict[str, Any]:
+        sample = self._load(idx)
+        shape = sample.shape
+        item: dict[str, Any] = {
+            "latent": sample.latents("latent", 3),
+            "crop_resolution": torch.tensor([shape.width, shape.height]),
+            "original_resolution": sample.pair("original_resolution"),
+            "crop_offset": sample.pair("crop_offset"),
+            "prompt": sample.value("prompt"),
+            "image_path": sample.value("image_path"),
+            "bucket_id": sample.data.get("bucket_id"),
+            "aspect_ratio": sample.data.get("aspect_ratio", shape.width / shape.height),
+            "cache_file": str(sample.path),
+        }
+        if self.train_text_encoder:
+            item["clip_tokens"] = sample.tensor("clip_tokens", 1)
+            item["t5_tokens"] = sample.tensor("t5_tokens", 1)
+            return item
+        item["prompt_embeds"] = sample.tensor("prompt_embeds", 2)
+        if sample.data.get("pooled_prompt_embeds") is not None:
+            item["pooled_prompt_embeds"] = sample.tensor("pooled_prompt_embeds", 1)
+        if sample.data.get("clip_hidden") is not None:
+            item["clip_hidden"] = sample.tensor("clip_hidden", 2)
+        return item
+
+
+class TextToVideoDataset(BaseMultiresolutionDataset):
+    """Video latents with their text embeddings and whatever else their model conditions on.
+
+    Tensors keep the leading dimension of 1 that video files store them with.
+    """
+
+    def __init__(
+        self, cache_dir: str | os.PathLike[str], model_type: str = "wan", device: str | torch.device = "cpu"
+    ) -> None:
+        self.model_type = model_type
+        self.device = device
+        super().__init__(cache_dir, quantization=8)
+        written_for = self.index.metadata.model_type
+        if written_for and not (written_for.startswith(model_type) or model_type.startswith(written_for)):
+            logger.warning(
+                "%s was made for %r, but model_type is %r", self.cache_dir, written_for, model_type
+            )
+
+    def __getitem__(self, idx: int) -> dict[str, Any]:
+        sample = self._load(idx)
+        shape = sample.shape
+        item: dict[str, Any] = {
+            "video_latents": sample.latents("video_latents", 4)[None].to(self.device),
+            "text_embeddings": sample.tensor("text_embeddings", 2)[None].to(self.device),
+            "bucket_resolution": torch.tensor([shape.width, shape.height]),
+            "aspect_ratio": sample.data.get("aspect_ratio", shape.width / shape.height),
+            "cache_file": str(sample.path),
+        }
+        for key in VIDEO_OPTIONAL_FIELDS:
+            value = sample.data.get(key)
+            if value is not None:
+                item[key] = value.to(self.device)
+        return item

@@ -1,0 +1,371 @@
+"""From a cache to the batches a trainer receives: collate functions, loader builders, YAML.
+
+The loader is PyTorch's ``DataLoader`` with two additions: its state counts the batches the trainer
+received (not those that workers have prefetched), and it leaves the global random state alone.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import inspect
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from latentry.datasets import (
+    VIDEO_OPTIONAL_FIELDS,
+    BaseMultiresolutionDataset,
+    TextToImageDataset,
+    TextToVideoDataset,
+)
+from latentry.errors import CacheFileError, ConfigError
+from latentry.sampler import SequentialBucketSampler
+
+Batch = dict[str, Any]
+
+# ---- collate --------------------------------------------------------------------------------
+
+
+def collate_fn_production(batch: Sequence[Mapping[str, Any]]) -> Batch:
+    """Image samples side by side: tensors stacked, everything else in lists, keys unchanged."""
+    tensors = ("latent", "crop_resolution", "original_resolution", "crop_offset")
+    texts = ("clip_hidden", "pooled_prompt_embeds", "prompt_embeds", "clip_tokens", "t5_tokens")
+    output: Batch = {key: _join(batch, key, torch.stack) for key in tensors}
+    output |= {
+        key: [item[key] for item in batch] for key in ("prompt", "image_path", "bucket_id", "aspect_ratio")
+    }
+    output |= {key: _join(batch, key, torch.stack) for key in texts if key in batch[0]}
+    return output
+
+
+def collate_fn_text_to_image(batch: Sequence[Mapping[str, Any]]) -> Batch:
+    """Image samples as a trainer's batch: latents and text on top, the rest under ``metadata``."""
+    joined = collate_fn_production(batch)
+    output: Batch = {
+        "image_latents": joined["latent"],
+        "data_type": "image",
+        "metadata": {
+            "prompts": joined["prompt"],
+            "image_paths": joined["image_path"],
+            "bucket_ids": joined["bucket_id"],
+            "aspect_ratios": joined["aspect_ratio"],
+            "crop_resolution": joined["crop_resolution"],
+            "original_resolution": joined["original_resolution"],
+            "crop_offset": joined["crop_offset"],
+        },
+    }
+    if "prompt_embeds" in joined:
+        output["text_embeddings"] = joined["prompt_embeds"]
+    for key in ("pooled_prompt_embeds", "clip_hidden", "clip_tokens", "t5_tokens"):
+        if key in joined:
+            output[key] = joined[key]
+    return output
+
+
+def collate_fn_video(batch: Sequence[Mapping[str, Any]], model_type: str = "wan") -> Batch:
+    """Video samples as a trainer's batch, joined along their leading dimension.
+
+    Which optional fields there are is the cache's to say; ``model_type`` is taken because callers
+    of the documented interface pass it.
+    """
+    output: Batch = {
+        "video_latents": _join(batch, "video_latents", torch.cat),
+        "text_embeddings": _join(batch, "text_embeddings", torch.cat),
+        "data_type": "video",
+    }
+    for key in VIDEO_OPTIONAL_FIELDS:
+        if key in batch[0]:
+            output[key] = _join(batch, key, torch.cat)
+    return output
+
+
+def _join(
+    batch: Sequence[Mapping[str, Any]], key: str, join: Callable[[list[torch.Tensor]], torch.Tensor]
+) -> torch.Tensor:
+    for item in batch:
+        if key not in item or item[key].shape != batch[0][key].shape:
+            found = f"{list(item[key].shape)}" if key in item else "absent"
+            raise CacheFileError(
+                f"{item.get('cache_file', 'a sample')}: {key} is {found}, but {list(batch[0][key].shape)} in "
+                f"{batch[0].get('cache_file', 'the first sample')} of the same bucket; a batch must stack"
+            )
+    return join([item[key] for item in batch])
+
+
+# ---- the loader -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoaderConfig:
+    """How a cache is served: the values of the builders' parameters, checked."""
+
+    batch_size: int
+    """Samples per batch and rank; with ``dynamic_batch_size``, that at ``base_resolution``."""
+    dp_rank: int
+    dp_world_size: int
+    base_resolution: Sequence[int]
+    drop_last: bool
+    shuffle: bool
+    dynamic_batch_size: bool
+    num_workers: int
+    pin_memory: bool
+    """Page-locked batches, for quicker copies to a GPU; without one it is ignored."""
+    prefetch_factor: int
+    """Batches that each worker reads ahead; without workers there is nothing to read ahead."""
+    seed: int
+    device: str | torch.device | None
+    """Where batches go before the trainer gets them; None leaves them in main memory."""
+    bucket_order: str
+
+    def __post_init__(self) -> None:
+        for name, least in (("batch_size", 1), ("num_workers", 0), ("prefetch_factor", 1), ("seed", 0)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ConfigError(f"{name} is {value!r}; it must be a whole number, at least {least}")
+        for name in ("drop_last", "shuffle", "dynamic_batch_size", "pin_memory"):
+            if not isinstance(value := getattr(self, name), bool):
+                raise ConfigError(f"{name} is {value!r}; it must be true or false")
+        sides = list(self.base_resolution)
+        if len(sides) != 2 or not all(isinstance(side, int) and side > 0 for side in sides):
+            raise ConfigError(f"base_resolution is {self.base_resolution!r}; it must be [width, height]")
+
+
+class LatentDataLoader(DataLoader[Any]):
+    """Batches of a cache, with a state that says what the trainer has received.
+
+    >>> for batch in loader: ...
+    >>> torch.save(loader.state_dict(), "loader.pt")
+    >>> loader.load_state_dict(torch.load("loader.pt"))   # with any num_workers, on any number of ranks
+    """
+
+    def __init__(
+        self,
+        dataset: BaseMultiresolutionDataset,
+        sampler: SequentialBucketSampler,
+        collate_fn: Callable[[Sequence[Mapping[str, Any]]], Batch],
+        config: LoaderConfig,
+    ) -> None:
+        super().__init__(
+            dataset,
+            batch_sampler=sampler,
+            collate_fn=collate_fn,
+            num_workers=config.num_workers,
+            pin_memory=config.pin_memory and torch.cuda.is_available(),
+            prefetch_factor=config.prefetch_factor if config.num_workers else None,
+            persistent_workers=config.num_workers > 0,
+            # PyTorch draws the workers' seeds from here; by default it would draw them from the
+            # global generator, and a resumed training run would see other noise.
+            generator=torch.Generator(),
+        )
+        sampler.counts_on_yield = False
+        self.bucket_sampler = sampler
+        self.device = torch.device(config.device) if config.device is not None else None
+
+    def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]  # a generator, not torch's iterator class
+        for batch in super().__iter__():
+            self.bucket_sampler.advance()
+            yield batch if self.device is None else _to_device(batch, self.device)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Go to this epoch's shuffle."""
+        self.bucket_sampler.set_epoch(epoch)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the trainer stands; the same as the sampler's state."""
+        return self.bucket_sampler.state_dict()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on behind the batches that the state says were received."""
+        self.bucket_sampler.load_state_dict(state_dict)
+
+
+def _to_device(value: Any, device: torch.device) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.to(device, non_blocking=True)
+    if isinstance(value, dict):
+        return {key: _to_device(entry, device) for key, entry in value.items()}
+    return value
+
+
+# ---- builders -------------------------------------------------------------------------------
+
+
+def build_text_to_image_multiresolution_dataloader(
+    *,
+    cache_dir: str | os.PathLike[str],
+    train_text_encoder: bool = False,
+    batch_size: int = 1,
+    dp_rank: int = 0,
+    dp_world_size: int = 1,
+    base_resolution: Sequence[int] = (256, 256),
+    drop_last: bool = True,
+    shuffle: bool = True,
+    dynamic_batch_size: bool = False,
+    num_workers: int = 4,
+    pin_memory: bool = True,
+    prefetch_factor: int = 2,
+    seed: int = 42,
+    device: str | torch.device | None = None,
+    bucket_order: str = "sequential",
+) -> tuple[LatentDataLoader, SequentialBucketSampler]:
+    """A loader over an image cache, and its sampler.
+
+    >>> loader, sampler = build_text_to_image_multiresolution_dataloader(cache_dir="cache", batch_size=8)
+
+    ``train_text_encoder`` gives token ids (``clip_tokens``, ``t5_tokens``) instead of embeddings.
+    """
+    return _build(
+        TextToImageDataset(cache_dir, train_text_encoder=train_text_encoder),
+        collate_fn_text_to_image,
+        LoaderConfig(
+            batch_size=batch_size,
+            dp_rank=dp_rank,
+            dp_world_size=dp_world_size,
+            base_resolution=base_resolution,
+            drop_last=drop_last,
+            shuffle=shuffle,
+            dynamic_batch_size=dynamic_batch_size,
+            num_workers=num_workers,
+            pin_memory=pin_memory,
+            prefetch_factor=prefetch_factor,
+            seed=seed,
+            device=device,
+            bucket_order=bucket_order,
+        ),
+    )
+
+
+def build_video_multiresolution_dataloader(
+    *,
+    cache_dir: str | os.PathLike[str],
+    model_type: str = "wan",
+    device: str | torch.device | None = None,
+    batch_size: int = 1,
+    dp_rank: int = 0,
+    dp_world_size: int = 1,
+    base_resolution: Sequence[int] = (512, 512),
+    drop_last: bool = True,
+    shuffle: bool = True,
+    dynamic_batch_size: bool = False,
+    num_workers: int = 2,
+    pin_memory: bool = True,
+    prefetch_factor: int = 2,
+    seed: int = 42,
+    bucket_order: str = "sequential",
+) -> tuple[LatentDataLoader, SequentialBucketSampler]:
+    """A loader over a video cache, and its sampler.
+
+    >>> loader, sampler = build_video_multiresolution_dataloader(cache_dir="cache", model_type="wan")
+    """
+    return _build(
+        TextToVideoDataset(cache_dir, model_type=model_type),
+        functools.partial(collate_fn_video, model_type=model_type),
+        LoaderConfig(
+            batch_size=batch_size,
+            dp_rank=dp_rank,
+            dp_world_size=dp_world_size,
+            base_resolution=base_resolution,
+            drop_last=drop_last,
+            shuffle=shuffle,
+            dynamic_batch_size=dynamic_batch_size,
+            num_workers=num_workers,
+            pin_memory=pin_memory,
+            prefetch_factor=prefetch_factor,
+            seed=seed,
+            device=device,
+            bucket_order=bucket_order,
+        ),
+    )
+
+
+def _build(
+    dataset: BaseMultiresolutionDataset,
+    collate_fn: Callable[[Sequence[Mapping[str, Any]]], Batch],
+    config: LoaderConfig,
+) -> tuple[LatentDataLoader, SequentialBucketSampler]:
+    width, height = config.base_resolution
+    sampler = SequentialBucketSampler(
+        dataset,
+        base_batch_size=config.batch_size,
+        base_resolution=(int(width), int(height)),
+        drop_last=config.drop_last,
+        shuffle_buckets=config.shuffle,
+        shuffle_within_bucket=config.shuffle,
+        dynamic_batch_size=config.dynamic_batch_size,
+        seed=config.seed,
+        num_replicas=config.dp_world_size,
+        rank=config.dp_rank,
+        bucket_order=config.bucket_order,
+    )
+    return LatentDataLoader(dataset, sampler, collate_fn, config), sampler
+
+
+# ---- YAML -----------------------------------------------------------------------------------
+
+_BUILDERS: dict[str, Callable[..., tuple[LatentDataLoader, SequentialBucketSampler]]] = {
+    f"{module}.{builder.__name__}": builder
+    for module in (
+        "latentry",
+        "latentry.loader",
+        "nemo_automodel.components.datasets.diffusion",
+        "nemo_automodel.components.datasets.diffusion.collate_fns",
+    )
+    for builder in (build_text_to_image_multiresolution_dataloader, build_video_multiresolution_dataloader)
+}
+"""What ``_target_`` may say. A configuration never makes anything be imported."""
+
+
+def from_config(
+    config: str | os.PathLike[str] | Mapping[str, Any], **overrides: Any
+) -> tuple[LatentDataLoader, SequentialBucketSampler]:
+    """The loader and sampler that a YAML file (or its dictionary) describes.
+
+    >>> loader, sampler = from_config("train.yaml", batch_size=4, dp_rank=rank, dp_world_size=world)
+
+    The description stands under ``data: dataloader:``, under ``dataloader:`` or at the top, and
+    names its builder in ``_target_``. ``overrides`` replace or add parameters.
+    """
+    where = "the configuration" if isinstance(config, Mapping) else str(config)
+    node = _dataloader_node(config if isinstance(config, Mapping) else _read_yaml(Path(config)), where)
+    arguments = {**node, **overrides}
+    target = arguments.pop("_target_", None)
+    if not isinstance(target, str) or target not in _BUILDERS:
+        raise ConfigError(f"{where}: _target_ is {target!r}; allowed are {', '.join(_BUILDERS)}")
+    builder = _BUILDERS[target]
+    known = inspect.signature(builder).parameters
+    for name in arguments:
+        if name not in known:
+            close = difflib.get_close_matches(str(name), known, n=1)
+            hint = f"did you mean {close[0]!r}?" if close else f"known are {', '.join(known)}"
+            raise ConfigError(f"{where}: {builder.__name__} has no parameter {name!r}; {hint}")
+    if "cache_dir" not in arguments:
+        raise ConfigError(f"{where}: cache_dir is missing; name the folder of a finished cache")
+    return builder(**arguments)
+
+
+def _read_yaml(path: Path) -> Any:
+    import yaml
+
+    try:
+        with open(path, encoding="utf-8") as file:
+            return yaml.safe_load(file)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
+
+
+def _dataloader_node(config: Any, where: str) -> Mapping[str, Any]:
+    node = config
+    for key in ("data", "dataloader"):
+        if isinstance(node, Mapping) and "_target_" not in node and key in node:
+            node = node[key]
+    if not isinstance(node, Mapping) or "_target_" not in node:
+        raise ConfigError(f"{where} has no 'data: dataloader:' section with a _target_")
+    return node

@@ -1,0 +1,50 @@
+"""Files: finding them without leaving a folder, and publishing them so that none is ever half there."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from latentry.errors import CacheError
+
+
+def inside(root: Path, relative: str) -> Path:
+    """The file ``relative`` under ``root``; an error if the name, or a link on the way, leads out of it.
+
+    >>> inside(Path("cache"), "512x512/0a1b.meta")
+    PosixPath('cache/512x512/0a1b.meta')
+    """
+    path = root / relative
+    real_root = os.path.realpath(root)
+    if "\0" in relative or os.path.commonpath([real_root, os.path.realpath(path)]) != real_root:
+        raise CacheError(f"{relative!r} leads outside {root}; nothing outside a cache is ever opened")
+    return path
+
+
+@contextmanager
+def publish(path: Path) -> Iterator[Path]:
+    """A temporary name to write to, which becomes ``path`` in one step if the block succeeds.
+
+    >>> with publish(folder / "metadata.json") as draft:
+    ...     draft.write_text("{}")
+    """
+    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
+    os.close(handle)
+    draft = Path(name)
+    try:
+        yield draft
+        with open(draft, "rb") as written:
+            os.fsync(written.fileno())
+        os.chmod(draft, 0o666 & ~_umask())
+        os.replace(draft, path)
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+def _umask() -> int:
+    current = os.umask(0)
+    os.umask(current)
+    return current

@@ -1,0 +1,142 @@
+"""Helpers for testing a data path: small caches in the real layout, and one proof of resuming."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from latentry.loader import LatentDataLoader
+
+
+def make_image_cache(
+    folder: Path, counts: Mapping[tuple[int, int], int], *, shard_size: int = 10_000, channels: int = 4
+) -> Path:
+    """A cache of random image latents: ``make_image_cache(tmp_path, {(512, 512): 10, (576, 448): 3})``.
+
+    Rows of the buckets alternate, as they do in a folder of mixed pictures. Prompts are ``sample 0``,
+    ``sample 1``, … in the order of the rows.
+    """
+    rows = []
+    for number, (width, height) in enumerate(_alternating(counts)):
+        generator = torch.Generator().manual_seed(number)
+        common = _common_fields(f"/photos/{number}.jpg", "image_path", width, height, number)
+        data = {
+            "latent": torch.randn(channels, height // 8, width // 8, generator=generator).half(),
+            "clip_tokens": torch.full((1, 5), number),
+            "clip_hidden": torch.randn(1, 5, 6, generator=generator).bfloat16(),
+            "pooled_prompt_embeds": torch.randn(1, 6, generator=generator).bfloat16(),
+            "t5_tokens": torch.full((1, 7), number),
+            "prompt_embeds": torch.randn(1, 7, 8, generator=generator).bfloat16(),
+            "crop_offset": (0, 0),
+            **common,
+        }
+        rows.append({**common, "cache_file": _save(folder, width, height, number, "pt", data)})
+    return _write_metadata(folder, rows, shard_size, model_type="flux")
+
+
+def make_video_cache(
+    folder: Path, counts: Mapping[tuple[int, int, int], int], *, shard_size: int = 10_000
+) -> Path:
+    """A cache of random clips: ``make_video_cache(tmp_path, {(832, 480, 17): 4, (832, 480, 9): 2})``."""
+    rows = []
+    for number, (width, height, num_frames) in enumerate(_alternating(counts)):
+        generator = torch.Generator().manual_seed(number)
+        common = _common_fields(f"/clips/{number}.mp4", "video_path", width, height, number)
+        common |= {"num_frames": num_frames, "model_type": "wan"}
+        latents = torch.randn(1, 4, (num_frames - 1) // 4 + 1, height // 8, width // 8, generator=generator)
+        data = {
+            "video_latents": latents.half(),
+            "text_embeddings": torch.randn(1, 7, 8, generator=generator),
+            "text_mask": torch.ones(1, 7, dtype=torch.int64),
+            **common,
+        }
+        rows.append({**common, "cache_file": _save(folder, width, height, number, "meta", data)})
+    return _write_metadata(folder, rows, shard_size, model_type="wan")
+
+
+def assert_resumes(make_loader: Callable[[], LatentDataLoader], stop_after: int) -> None:
+    """An epoch that is stopped after some batches and resumed must equal an undisturbed one.
+
+    >>> assert_resumes(lambda: build_text_to_image_multiresolution_dataloader(cache_dir=cache)[0], 3)
+    """
+    undisturbed = [_content(batch) for batch in make_loader()]
+    first = make_loader()
+    seen = []
+    if stop_after:
+        for batch in first:
+            seen.append(_content(batch))
+            if len(seen) == stop_after:
+                break
+    state = json.loads(json.dumps(first.state_dict()))
+    assert state["batches_yielded"] == stop_after, f"{stop_after} batches received, state says {state}"
+    second = make_loader()
+    second.load_state_dict(state)
+    assert len(second) == len(undisturbed)
+    seen += [_content(batch) for batch in second]
+    assert seen == undisturbed, "the resumed epoch differs from the undisturbed one"
+
+
+def _content(batch: Mapping[str, Any]) -> str:
+    """A digest of everything in a batch."""
+    digest = hashlib.blake2b()
+    for key, value in sorted(batch.items()):
+        if isinstance(value, torch.Tensor):
+            value = f"{value.dtype}{list(value.shape)}{value.float().cpu().numpy().tobytes().hex()}"
+        elif isinstance(value, Mapping):
+            value = _content(value)
+        digest.update(f"{key}={value}\n".encode())
+    return digest.hexdigest()
+
+
+def _alternating(counts: Mapping[Any, int]) -> Iterable[Any]:
+    left = dict(counts)
+    while left:
+        for key in list(left):
+            yield key
+            left[key] -= 1
+            if not left[key]:
+                del left[key]
+
+
+def _common_fields(source: str, source_key: str, width: int, height: int, number: int) -> dict[str, Any]:
+    return {
+        source_key: source,
+        "bucket_resolution": (width, height),
+        "original_resolution": (2 * width, 2 * height),
+        "prompt": f"sample {number}",
+        "bucket_id": width // 64,
+        "aspect_ratio": width / height,
+        "pixels": width * height,
+        "model_type": "flux",
+    }
+
+
+def _save(folder: Path, width: int, height: int, number: int, suffix: str, data: dict[str, Any]) -> str:
+    name = hashlib.md5(str(number).encode(), usedforsecurity=False).hexdigest()
+    path = folder / f"{width}x{height}" / f"{name}.{suffix}"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    torch.save(data, path)
+    return str(path)
+
+
+def _write_metadata(folder: Path, rows: list[dict[str, Any]], shard_size: int, model_type: str) -> Path:
+    shards: list[str] = []
+    for start in range(0, len(rows), shard_size):
+        shards.append(f"metadata_shard_{len(shards):04d}.json")
+        (folder / shards[-1]).write_text(json.dumps(rows[start : start + shard_size], indent=2))
+    metadata = {
+        "processor": model_type,
+        "model_name": "none",
+        "model_type": model_type,
+        "total_items": len(rows),
+        "num_shards": len(shards),
+        "shard_size": shard_size,
+        "shards": shards,
+    }
+    (folder / "metadata.json").write_text(json.dumps(metadata, indent=2))
+    return folder

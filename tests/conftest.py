@@ -1,0 +1,61 @@
+"""Shared fixtures: the golden files, caches another tool wrote, and small caches of our own."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from latentry.buckets import MultiTierBucketCalculator
+from latentry.testing import make_image_cache
+
+DATA = Path(__file__).parent / "data"
+
+
+def golden(name: str) -> list[dict[str, Any]]:
+    return json.loads((DATA / name).read_text())
+
+
+def bucketed(buckets: list[tuple[tuple[int, int], Any]]) -> SimpleNamespace:
+    """The least a sampler asks for: buckets in sorted order as (resolution, indices)."""
+    groups = {
+        ("any", tuple(resolution)): {
+            "indices": indices,
+            "resolution": tuple(resolution),
+            "pixels": resolution[0] * resolution[1],
+            "aspect_name": "any",
+        }
+        for resolution, indices in buckets
+    }
+    return SimpleNamespace(
+        sorted_bucket_keys=list(groups), bucket_groups=groups, calculator=MultiTierBucketCalculator()
+    )
+
+
+def sized(*sizes: int) -> SimpleNamespace:
+    """Buckets of these sizes over consecutive indices."""
+    starts = [sum(sizes[:i]) for i in range(len(sizes))]
+    return bucketed(
+        [((64 * (i + 1), 64), range(s, s + n)) for i, (s, n) in enumerate(zip(starts, sizes, strict=True))]
+    )
+
+
+@pytest.fixture
+def nemo_image_cache(tmp_path: Path) -> Path:
+    return Path(shutil.copytree(DATA / "nemo_caches" / "image_flux", tmp_path / "moved" / "image"))
+
+
+@pytest.fixture
+def nemo_video_cache(tmp_path: Path) -> Path:
+    return Path(shutil.copytree(DATA / "nemo_caches" / "video_wan", tmp_path / "moved" / "video"))
+
+
+@pytest.fixture(scope="session")
+def image_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """29 images in three buckets, over four shards."""
+    folder = tmp_path_factory.mktemp("image_cache")
+    return make_image_cache(folder, {(256, 256): 13, (320, 192): 9, (192, 320): 7}, shard_size=8)
