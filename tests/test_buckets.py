@@ -90,6 +90,17 @@ def test_subclasses_can_bring_their_own_buckets():
         def _generate_all_buckets(self):
             return [{**b, "id": i} for i, b in enumerate(reversed(super()._generate_all_buckets()))]
 
+    class WideOnly(MultiTierBucketCalculator):
+        RESOLUTION_PRESETS = {"small": 64 * 64 * 9}  # noqa: RUF012
+
+        def _generate_all_buckets(self):
+            return [b for b in super()._generate_all_buckets() if b["aspect_ratio"] >= 1]
+
+    wide = WideOnly(max_pixels=512 * 512)
+    bucket = wide.get_bucket_for_image(1600, 900)
+    assert wide.get_bucket_by_id(bucket["id"]) is bucket
+    assert wide.assign([1600], [900]).tolist() == [bucket["id"]]
+    assert WideOnly().max_pixels == 256 * 256
     assert [b["resolution"] for b in Squares(max_pixels=512 * 512).buckets] == [(512, 512)]
     calculator = Unsorted()
     ids = calculator.assign([100, 100, 300], [300, 100, 100])
@@ -212,6 +223,14 @@ def test_smart_keeps_the_window_with_the_detail(where, upright):
     _, *offsets = crop(image, 100, 100, "smart")
     offset = offsets[1] if upright else offsets[0]
     assert max(0, where - 20) <= offset <= where
+
+
+def test_results_can_be_written_to_and_odd_seeds_are_named():
+    result, _, _ = crop(np.zeros((40, 60, 3), np.uint8), 32, 32)
+    result[0, 0] = 1
+    assert crop(Image.new("RGB", (90, 30)), 8, 8, "random", seed=np.int64(3))[1] >= 0
+    with pytest.raises(ConfigError, match="seed is a str"):
+        crop(Image.new("RGB", (90, 30)), 8, 8, "random", seed="3")
 
 
 def test_smart_takes_the_centre_of_a_flat_picture():

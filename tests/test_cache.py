@@ -45,6 +45,7 @@ def read_all(cache):
         (lambda c: (c / "metadata.json").unlink(), CacheNotFoundError, "no metadata.json"),
         (lambda c: (c / "metadata.json").write_text("{"), MetadataError, "metadata.json is not valid JSON"),
         (lambda c: (c / "metadata.json").write_text("[]"), MetadataError, "metadata.json: Expected `object`"),
+        (lambda c: (c / "metadata.json").write_text("[" * 100_000), MetadataError, "metadata.json"),
         (lambda c: (c / "metadata.json").write_text("{}"), MetadataError, "missing required field `shards`"),
         (
             lambda c: edit_json(c / "metadata.json", lambda m: m.update(shards=[], total_items=0)),
@@ -201,6 +202,12 @@ def rewrite(path, **changes):
         (lambda f: rewrite(f, latent=...), CacheFileError, "has no latent"),
         (lambda f: rewrite(f, prompt_embeds=...), CacheFileError, "has no prompt_embeds"),
         (lambda f: rewrite(f, crop_offset=3), CacheFileError, "crop_offset is 3"),
+        (lambda f: rewrite(f, crop_offset=("a", "b")), CacheFileError, "crop_offset is"),
+        (
+            lambda f: rewrite(f, original_resolution=torch.zeros(2, 2)),
+            CacheFileError,
+            "original_resolution is",
+        ),
     ],
 )
 def test_broken_cache_files(nemo_image_cache, breakage, error, says):
@@ -248,6 +255,13 @@ def test_a_stale_index_is_not_used(indexed_cache):
         TextToImageDataset(indexed_cache)
 
 
+def test_an_index_is_stale_even_if_sizes_are_equal(indexed_cache):
+    opened(indexed_cache)
+    edit_rows(indexed_cache, lambda rows: rows.reverse())
+    dataset = TextToImageDataset(indexed_cache)
+    assert dataset[0]["prompt"] == dataset.metadata[0]["prompt"]
+
+
 @pytest.mark.parametrize("damage", [b"", b"ARROW1 but not really", None])
 def test_a_damaged_index_is_replaced(indexed_cache, damage):
     expected = opened(indexed_cache)
@@ -255,6 +269,17 @@ def test_a_damaged_index_is_replaced(indexed_cache, damage):
     path.write_bytes(path.read_bytes()[:-200] if damage is None else damage)
     assert opened(indexed_cache) == expected
     assert opened(indexed_cache) == expected
+
+
+def test_flipped_bits_in_an_index_never_end_the_process(indexed_cache):
+    expected = opened(indexed_cache)
+    path = indexed_cache / "index.arrow"
+    good = path.read_bytes()
+    for position in range(0, len(good), 37):
+        broken = bytearray(good)
+        broken[position] ^= 0x40
+        path.write_bytes(broken)
+        assert opened(indexed_cache) == expected, position
 
 
 def test_small_caches_are_left_untouched(nemo_image_cache):

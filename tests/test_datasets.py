@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from latentry.datasets import BaseMultiresolutionDataset, TextToImageDataset, TextToVideoDataset
+from latentry.errors import CacheFileError
 from latentry.testing import make_video_cache
 
 
@@ -106,6 +107,37 @@ def test_own_datasets_are_a_few_lines(nemo_image_cache):
     dataset = Prompts(str(nemo_image_cache), quantization=64)
     assert [dataset[i]["prompt"] for i in range(2)] == ["a test pattern number 0", "a test pattern number 1"]
     assert dataset.calculator.quantization == 64
+
+
+def test_a_subclass_may_keep_some_rows_only(nemo_image_cache):
+    class Squares(TextToImageDataset):
+        def __init__(self, cache_dir):
+            super().__init__(cache_dir)
+            self.metadata = [row for row in self.metadata if row["bucket_id"] == 2]
+            self._group_by_bucket()
+
+    dataset = Squares(nemo_image_cache)
+    assert len(dataset) == len(dataset.metadata) == 2
+    assert dataset.sorted_bucket_keys == [("square", (256, 256))]
+    assert [dataset[i]["prompt"] for i in range(2)] == ["photo 02", "a test pattern number 3"]
+    assert dataset.fingerprint != TextToImageDataset(nemo_image_cache).fingerprint
+
+
+def test_optional_video_fields_are_checked(tmp_path):
+    cache = make_video_cache(tmp_path, {(128, 64, 9): 1})
+    (file,) = cache.glob("128x64/*.meta")
+    data = torch.load(file, weights_only=True)
+    torch.save({**data, "text_mask": torch.ones(7), "image_embeds": torch.ones(5, 3)}, file)
+    item = TextToVideoDataset(cache)[0]
+    assert item["text_mask"].shape == (1, 7)
+    assert item["image_embeds"].shape == (1, 5, 3)
+    for change, says in (
+        ({"text_mask": [1, 2]}, "text_mask is a list"),
+        ({"video_latents": torch.zeros(1, 4, 50, 8, 16)}, "50 frames.*num_frames 9"),
+    ):
+        torch.save({**data, **change}, file)
+        with pytest.raises(CacheFileError, match=says):
+            TextToVideoDataset(cache)[0]
 
 
 def test_positions_outside_are_index_errors(image_cache):

@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader
 
 import latentry
 from latentry.datasets import TextToImageDataset
-from latentry.errors import CacheFileError, CacheNotFoundError, ConfigError
+from latentry.errors import CacheFileError, CacheNotFoundError, ConfigError, StateError
 from latentry.loader import LatentDataLoader, collate_fn_text_to_image, collate_fn_video, from_config
 from latentry.sampler import SequentialBucketSampler
 from latentry.testing import assert_resumes, make_image_cache, make_video_cache
@@ -116,9 +116,10 @@ def test_samples_that_do_not_stack_are_named(tmp_path):
         list(loader)
 
     torch.save({**data, "pooled_prompt_embeds": None}, odd)
-    items = sorted(TextToImageDataset(cache), key=lambda item: item["cache_file"], reverse=True)
-    with pytest.raises(CacheFileError, match="pooled_prompt_embeds is absent"):
-        collate_fn_text_to_image(items)
+    items = list(TextToImageDataset(cache))
+    for batch in (items, items[::-1]):  # whichever comes first
+        with pytest.raises(CacheFileError, match=f"{odd.name}: pooled_prompt_embeds is absent"):
+            collate_fn_text_to_image(batch)
 
     clip = {"video_latents": torch.zeros(1, 4, 3, 8, 8), "text_embeddings": torch.zeros(1, 2, 2)}
     with pytest.raises(CacheFileError, match="a sample: video_latents"):
@@ -151,6 +152,40 @@ def test_the_state_counts_what_the_trainer_received(image_cache):
         next(iterator)
         assert loader.state_dict()["batches_yielded"] == received
         assert loader.bucket_sampler.state_dict() == loader.state_dict()
+
+
+def test_looking_at_the_sampler_does_not_move_the_loader(image_cache):
+    loader = loader_of(image_cache, workers=0)
+    running = iter(loader)
+    for _ in range(4):
+        next(running)
+    list(loader.bucket_sampler)
+    next(running)
+    assert loader.state_dict()["batches_yielded"] == 5
+    resumed = loader_of(image_cache, workers=0)
+    resumed.load_state_dict(loader.state_dict())
+    assert len(list(resumed.bucket_sampler)) == len(loader) - 5
+    assert len(list(resumed)) == len(loader) - 5
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_iterator_left_behind_is_refused(image_cache, workers):
+    loader = loader_of(image_cache, workers)
+    old = iter(loader)
+    next(old)
+    next(iter(loader))
+    with pytest.raises(StateError, match="newer iteration"):
+        next(old)
+
+
+def test_errors_from_workers_are_one_line(tmp_path):
+    cache = make_image_cache(tmp_path, {(256, 256): 2})
+    victim = sorted(cache.glob("256x256/*.pt"))[0]
+    victim.write_bytes(b"nothing")
+    with pytest.raises(CacheFileError) as raised:
+        list(loader_of(cache, workers=1))
+    assert str(raised.value).startswith(str(victim))
+    assert "\n" not in str(raised.value)
 
 
 def test_several_epochs_with_a_resume_in_the_second(image_cache):
@@ -247,10 +282,17 @@ TARGET = {"_target_": "latentry.build_text_to_image_multiresolution_dataloader"}
         ({**TARGET, "cache_dir": "CACHE", "shuffle": "yes please"}, "shuffle is 'yes please'"),
         ({**TARGET, "cache_dir": "CACHE", "base_resolution": [512]}, r"base_resolution is \[512\]"),
         ({**TARGET, "cache_dir": "CACHE", "base_resolution": "512"}, "base_resolution is '512'"),
+        ({**TARGET, "cache_dir": "CACHE", "base_resolution": 512}, "base_resolution is 512"),
+        ({**TARGET, "cache_dir": None}, "cache_dir is None"),
+        ({**TARGET, "cache_dir": "CACHE", "dp_rank": "0"}, "dp_rank is '0'"),
+        ({**TARGET, "cache_dir": "CACHE", "device": "cdua"}, "device is 'cdua'"),
+        ({**TARGET, "cache_dir": "CACHE", "train_text_encoder": "false"}, "train_text_encoder is 'false'"),
+        (None, "a path or a dictionary, not None"),
     ],
 )
 def test_mistakes_in_a_configuration_are_named(config, says, image_cache):
-    config = {k: str(image_cache) if v == "CACHE" else v for k, v in config.items()}
+    if config:
+        config = {k: str(image_cache) if v == "CACHE" else v for k, v in config.items()}
     with pytest.raises(ConfigError, match=says):
         from_config(config)
 
@@ -262,5 +304,5 @@ def test_configuration_files_that_cannot_be_read(tmp_path):
     with pytest.raises(ConfigError, match="not valid YAML"):
         from_config(tmp_path / "train.yaml")
     (tmp_path / "train.yaml").write_text(IMAGE_YAML)
-    with pytest.raises(CacheNotFoundError, match="no folder CACHE"):
+    with pytest.raises(CacheNotFoundError, match=r"no folder .*CACHE"):
         from_config(tmp_path / "train.yaml")

@@ -166,6 +166,8 @@ def test_what_drop_last_leaves_out_is_said_once_by_bucket(caplog):
         ({"base_batch_size": 0}, "base_batch_size is 0"),
         ({"num_replicas": 2, "rank": 2}, "rank 2 of 2"),
         ({"num_replicas": 0}, "of 0 ranks"),
+        ({"base_batch_size": 4.0}, "base_batch_size is 4.0"),
+        ({"seed": None}, "seed is None"),
         ({"bucket_order": "zigzag"}, "'zigzag'.*sequential, interleaved"),
     ],
 )
@@ -253,6 +255,38 @@ def test_set_epoch_after_loading():
     assert saved(other)["batches_yielded"] == len(expected)
 
 
+def test_giving_up_a_loaded_position_is_said(caplog):
+    sampler = SequentialBucketSampler(sized(40), base_batch_size=4)
+    sampler.load_state_dict({"epoch": 3, "batches_yielded": 2})
+    sampler.set_epoch(0)
+    assert "gives up the loaded position, batch 2 of epoch 3" in caplog.text
+
+
+def test_assigning_the_epoch_is_setting_it():
+    sampler = SequentialBucketSampler(sized(40), base_batch_size=4)
+    first = list(sampler)
+    sampler.epoch = 1
+    assert list(sampler) != first
+    assert sampler.state_dict()["epoch"] == 1
+
+
+def test_an_iterator_left_behind_no_longer_counts():
+    sampler = SequentialBucketSampler(sized(40), base_batch_size=4)
+    old = iter(sampler)
+    next(old)
+    sampler.set_epoch(1)
+    next(old)
+    assert sampler.state_dict()["batches_yielded"] == 0
+
+
+def test_an_epoch_without_batches_is_not_used_up():
+    dataset = sized(6)
+    empty = SequentialBucketSampler(dataset, base_batch_size=32)
+    smaller = SequentialBucketSampler(dataset, base_batch_size=2)
+    smaller.load_state_dict(empty.state_dict())
+    assert len(list(smaller)) == 3
+
+
 def test_states_of_existing_checkpoints_load():
     sampler = SequentialBucketSampler(sized(40), base_batch_size=4)
     sampler.set_epoch(5)
@@ -326,8 +360,18 @@ def test_a_state_of_another_dataset_is_refused_with_both_fingerprints():
 
 
 def test_a_dataset_can_bring_its_own_fingerprint():
-    dataset = SimpleNamespace(**vars(sized(4)), fingerprint="abc")
-    assert SequentialBucketSampler(dataset).state_dict()["fingerprint"] == "abc"
+    first, second = (SimpleNamespace(**vars(sized(4)), fingerprint=own) for own in ("abc", "abd"))
+    state = SequentialBucketSampler(first, base_batch_size=2).state_dict()
+    SequentialBucketSampler(first, base_batch_size=2).load_state_dict(state)
+    with pytest.raises(StateError, match="fingerprint"):
+        SequentialBucketSampler(second, base_batch_size=2).load_state_dict(state)
+
+
+def test_parts_of_one_dataset_are_told_apart():
+    even, odd = (bucketed([((64, 64), range(start, 40, 2))]) for start in (0, 1))
+    even.fingerprint = odd.fingerprint = "whole"
+    with pytest.raises(StateError, match="fingerprint"):
+        SequentialBucketSampler(odd).load_state_dict(SequentialBucketSampler(even).state_dict())
 
 
 @pytest.mark.parametrize(
@@ -343,6 +387,10 @@ def test_a_dataset_can_bring_its_own_fingerprint():
         ({"batch_sizes": [1, 1]}, "damaged"),
         ({"batch_sizes": None}, "damaged"),
         ({"num_replicas": 0}, "damaged"),
+        ({"bucket_order": "foo"}, "damaged"),
+        ({"drop_last": "no"}, "damaged"),
+        ({"leg_consumed": [-5]}, "damaged"),
+        ({"leg_consumed": [0, 0]}, "damaged"),
     ],
 )
 def test_states_that_do_not_fit_are_refused(change, says):

@@ -48,9 +48,11 @@ __all__ = [*_HOME]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module 'latentry' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"latentry.{_HOME[name]}"), name)
+    if name in _HOME:
+        return getattr(importlib.import_module(f"latentry.{_HOME[name]}"), name)
+    if name in _HOME.values():
+        return importlib.import_module(f"latentry.{name}")
+    raise AttributeError(f"module 'latentry' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

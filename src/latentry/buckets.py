@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import math
+import operator
 import random
 from bisect import bisect_left
 from itertools import pairwise
@@ -30,6 +31,7 @@ logger = logging.getLogger(__name__)
 Seed: TypeAlias = "int | random.Random | np.random.Generator | None"
 """What fixes a random crop: a number, or a generator that is drawn from."""
 
+DEFAULT_MAX_PIXELS = 256 * 256
 CROP_MODES = ("center", "random", "smart")
 _ASSIGN_CHUNK = 1 << 16
 """Images per vectorised step: small enough that every intermediate stays in the L2 cache."""
@@ -75,7 +77,7 @@ class MultiTierBucketCalculator:
         if quantization < 1:
             raise ConfigError(f"quantization is {quantization}; it must be at least 1 (64 suits FLUX)")
         if max_pixels is None:
-            max_pixels = self.RESOLUTION_PRESETS["256p"]
+            max_pixels = DEFAULT_MAX_PIXELS
         if max_pixels < quantization**2:
             raise ConfigError(
                 f"max_pixels is {max_pixels}, less than one {quantization}x{quantization} quantum; "
@@ -131,11 +133,14 @@ class MultiTierBucketCalculator:
     def _build_lookup_structures(self) -> None:
         """Index the buckets by resolution, and find where along the aspect-ratio axis each begins."""
         self.buckets_by_resolution = {b["resolution"]: b for b in self.buckets}
+        self._buckets_by_id = {b["id"]: b for b in self.buckets}
         first_with_aspect: dict[float, int] = {}
         for position, bucket in enumerate(self.buckets):
             first_with_aspect.setdefault(bucket["aspect_ratio"], position)
         aspects = sorted(first_with_aspect)
-        self._interval_bucket = np.array([first_with_aspect[a] for a in aspects], dtype=np.intp)
+        self._interval_bucket = [self.buckets[first_with_aspect[aspect]] for aspect in aspects]
+        self._interval_id = np.array([bucket["id"] for bucket in self._interval_bucket], dtype=np.intp)
+        assert len(aspects) <= 256, "more aspect ratios than a byte can count"
         self._borders = [
             _last_aspect_nearer_to(low, high, ties_go_low=first_with_aspect[low] < first_with_aspect[high])
             for low, high in pairwise(aspects)
@@ -156,9 +161,11 @@ class MultiTierBucketCalculator:
 
     def get_bucket_by_id(self, bucket_id: int) -> dict[str, Any]:
         """The bucket with this id."""
-        if not 0 <= bucket_id < len(self.buckets):
-            raise ConfigError(f"there is no bucket {bucket_id}; ids run from 0 to {len(self.buckets) - 1}")
-        return self.buckets[bucket_id]
+        if bucket_id not in self._buckets_by_id:
+            raise ConfigError(
+                f"there is no bucket {bucket_id}; there are {', '.join(map(str, self._buckets_by_id))}"
+            )
+        return self._buckets_by_id[bucket_id]
 
     def get_bucket_by_resolution(self, width: int, height: int) -> dict[str, Any] | None:
         """The bucket of exactly this size, or None."""
@@ -170,11 +177,10 @@ class MultiTierBucketCalculator:
         """The bucket whose aspect ratio is nearest to the picture's."""
         _require_positive("image", image_width, image_height)
         interval = bisect_left(self._borders, image_width / image_height)
-        bucket: dict[str, Any] = self.buckets[self._interval_bucket[interval]]
-        return bucket
+        return self._interval_bucket[interval]
 
     def assign(self, widths: npt.ArrayLike, heights: npt.ArrayLike) -> npt.NDArray[np.intp]:
-        """Bucket ids for whole arrays of sizes: what ``get_bucket_for_image`` says, for each pair.
+        """Bucket ids for whole arrays of sizes: the bucket of the nearest aspect ratio, for each pair.
 
         >>> MultiTierBucketCalculator().assign([4000, 3000], [3000, 4000]).tolist()
         [3, 1]
@@ -197,10 +203,11 @@ class MultiTierBucketCalculator:
             _require_positive("image", width[bad], height[bad])
         aspect = width / height
         # With some dozen borders, counting those below beats a binary search three times over.
-        interval = np.zeros(len(aspect), dtype=np.uint8 if len(self._borders) < 256 else np.intp)
+        interval = np.zeros(len(aspect), dtype=np.uint8)
         for border in self._borders:
-            interval += aspect > border
-        return self._interval_bucket[interval]
+            interval += (aspect > border).view(np.uint8)
+        ids: npt.NDArray[np.intp] = self._interval_id[interval]
+        return ids
 
     def get_dynamic_batch_size(
         self,
@@ -237,26 +244,14 @@ class MultiTierBucketCalculator:
         """
         from PIL import Image
 
-        _require_positive("target", target_width, target_height)
-        if crop_mode not in CROP_MODES:
-            raise ConfigError(f"unknown crop_mode {crop_mode!r}; choose one of {', '.join(CROP_MODES)}")
         if not isinstance(image, Image.Image):
             picture, left, top = self.resize_and_crop(
                 _image_from_array(image), target_width, target_height, crop_mode, seed=seed
             )
-            return np.asarray(picture), left, top
-
-        _require_positive("image", *image.size)
+            return np.array(picture), left, top
         if image.mode in ("1", "P"):  # Pillow cannot interpolate bits or palette entries
             image = image.convert("RGBA" if "transparency" in image.info else "RGB")
-        scaled = covering_size(image.size, (target_width, target_height))
-        room_x, room_y = scaled[0] - target_width, scaled[1] - target_height
-        if crop_mode == "center":
-            left, top = room_x // 2, room_y // 2
-        elif crop_mode == "random":
-            left, top = _draw_offsets(room_x, room_y, seed)
-        else:
-            left, top = _most_detailed_offsets(image, scaled, (target_width, target_height))
+        scaled, (left, top) = choose_window(image, (target_width, target_height), crop_mode, seed)
         # Resampling only the window's source box gives the pixels of scaling everything and
         # cropping, without ever holding what is cropped away (a 1 x 10,000 banner stays small).
         step_x, step_y = image.width / scaled[0], image.height / scaled[1]
@@ -268,6 +263,25 @@ class MultiTierBucketCalculator:
         )
         window = image.resize((target_width, target_height), Image.Resampling.LANCZOS, box=box)
         return window, left, top
+
+
+def choose_window(
+    image: Image.Image | npt.NDArray[Any], target: tuple[int, int], crop_mode: str, seed: Seed = None
+) -> tuple[tuple[int, int], tuple[int, int]]:
+    """The size to scale a picture to, and the offset in it of the window of the target's size to keep."""
+    _require_positive("target", *target)
+    if crop_mode not in CROP_MODES:
+        raise ConfigError(f"unknown crop_mode {crop_mode!r}; choose one of {', '.join(CROP_MODES)}")
+    size = (image.shape[1], image.shape[0]) if isinstance(image, np.ndarray) else image.size
+    _require_positive("image", *size)
+    scaled = covering_size(size, target)
+    room_x, room_y = scaled[0] - target[0], scaled[1] - target[1]
+    if crop_mode == "center" or room_x == room_y == 0:
+        return scaled, (room_x // 2, room_y // 2)
+    if crop_mode == "random":
+        return scaled, _draw_offsets(room_x, room_y, seed)
+    picture = _image_from_array(image) if isinstance(image, np.ndarray) else image
+    return scaled, _most_detailed_offsets(picture, scaled, target)
 
 
 def covering_size(size: tuple[int, int], target: tuple[int, int]) -> tuple[int, int]:
@@ -328,7 +342,12 @@ def _image_from_array(array: npt.NDArray[Any]) -> Image.Image:
 def _draw_offsets(room_x: int, room_y: int, seed: Seed) -> tuple[int, int]:
     if isinstance(seed, np.random.Generator):
         return int(seed.integers(0, room_x, endpoint=True)), int(seed.integers(0, room_y, endpoint=True))
-    generator = seed if isinstance(seed, random.Random) else random.Random(seed)
+    try:
+        generator = seed if isinstance(seed, random.Random) else random.Random(seed and operator.index(seed))
+    except TypeError:
+        raise ConfigError(
+            f"seed is a {type(seed).__name__}; give a whole number, a random.Random or a numpy Generator"
+        ) from None
     return generator.randint(0, room_x), generator.randint(0, room_y)
 
 
@@ -358,9 +377,9 @@ def _best_window(profile: npt.NDArray[np.float64], length: int, window: int) -> 
     room = length - window
     if room == 0:
         return 0
-    offsets = np.arange(room + 1)
+    offsets = np.arange(room + 1) if room < 4096 else np.linspace(0, room, 4097).astype(np.int64)
     cumulative = np.concatenate([[0.0], np.cumsum(profile)])
     knots = np.linspace(0, length, len(cumulative))
     covered = np.interp(offsets + window, knots, cumulative) - np.interp(offsets, knots, cumulative)
-    best = np.flatnonzero(covered >= covered.max() - 1e-9 * max(1.0, cumulative[-1]))
+    best = offsets[covered >= covered.max() - 1e-9 * max(1.0, cumulative[-1])]
     return int(best[np.argmin(np.abs(best - room // 2))])

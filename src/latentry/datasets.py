@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +18,15 @@ from torch.utils.data import Dataset
 
 from latentry.buckets import MultiTierBucketCalculator
 from latentry.cache.files import load_cache_file
-from latentry.cache.index import CacheIndex, open_index
+from latentry.cache.index import CacheIndex, index_of_rows, open_index
 from latentry.cache.metadata import MetadataRows
-from latentry.errors import CacheFileError
+from latentry.errors import CacheFileError, ConfigError
 from latentry.records import BucketShape
 
 logger = logging.getLogger(__name__)
 
-VIDEO_OPTIONAL_FIELDS = ("text_mask", "text_embeddings_2", "text_mask_2", "image_embeds")
-"""Tensors that a video file has if its model does."""
+VIDEO_OPTIONAL_FIELDS = {"text_mask": 1, "text_embeddings_2": 2, "text_mask_2": 1, "image_embeds": 2}
+"""Tensors that a video file has if its model does, and their dimensions without the batch's."""
 
 
 class BaseMultiresolutionDataset(Dataset[dict[str, Any]], ABC):
@@ -38,22 +39,41 @@ class BaseMultiresolutionDataset(Dataset[dict[str, Any]], ABC):
     """
 
     def __init__(self, cache_dir: str | os.PathLike[str], quantization: int = 64) -> None:
-        self.cache_dir = Path(cache_dir).expanduser()
+        if not isinstance(cache_dir, (str, os.PathLike)):
+            raise ConfigError(f"cache_dir is {cache_dir!r}; it must be the path of a folder")
+        self.cache_dir = Path(cache_dir).expanduser().absolute()
         self.calculator = MultiTierBucketCalculator(quantization=quantization)
         self._open()
 
     def _open(self) -> None:
         self.index: CacheIndex = open_index(self.cache_dir, self._aspect_ratio_to_name)
-        self.metadata = MetadataRows(self.cache_dir, self.index.metadata.shards, self.index.shard_lengths)
+        self._rows: Sequence[dict[str, Any]] = MetadataRows(
+            self.cache_dir, self.index.metadata.shards, self.index.shard_lengths
+        )
         self._group_by_bucket()
+
+    @property
+    def metadata(self) -> Sequence[dict[str, Any]]:
+        """The samples' rows. A subclass may assign fewer of them, and call ``_group_by_bucket``."""
+        return self._rows
+
+    @metadata.setter
+    def metadata(self, rows: Sequence[dict[str, Any]]) -> None:
+        self._rows = list(rows)
+        self.index = index_of_rows(
+            self._rows, self.index.metadata, self.cache_dir, self._aspect_ratio_to_name
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         """Leaves out what a worker process can open by itself."""
-        return {k: v for k, v in self.__dict__.items() if k not in ("index", "metadata", "bucket_groups")}
+        if not isinstance(self._rows, MetadataRows):
+            return self.__dict__
+        return {k: v for k, v in self.__dict__.items() if k not in ("index", "_rows", "bucket_groups")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._open()
+        if "index" not in state:
+            self._open()
 
     def _aspect_ratio_to_name(self, aspect_ratio: float) -> str:
         """``tall``, ``square`` or ``wide``."""
@@ -128,9 +148,12 @@ class CachedSample:
     def pair(self, key: str) -> torch.Tensor:
         """Two whole numbers, such as a resolution, as a tensor."""
         value = self.value(key)
-        if not (isinstance(value, (tuple, list, torch.Tensor)) and len(value) == 2):
-            raise CacheFileError(f"{self.path}: {key} is {value!r}; it must be two numbers")
-        return torch.as_tensor([int(number) for number in value])
+        try:
+            first, second = (int(number) for number in value)
+        except (TypeError, ValueError, RuntimeError):
+            found = " ".join(repr(value).split())
+            raise CacheFileError(f"{self.path}: {key} is {found}; it must be two numbers") from None
+        return torch.tensor([first, second])
 
     def tensor(self, key: str, num_dims: int) -> torch.Tensor:
         """The tensor under this key; a leading dimension of 1 too many is taken off."""
@@ -155,6 +178,10 @@ class CachedSample:
                 f"{self.path}: {key} has shape {list(value.shape)}, which is not a scaled-down "
                 f"{self.shape.width}x{self.shape.height}, the bucket in its row"
             )
+        if self.shape.num_frames is not None and num_dims == 4 and value.shape[1] > self.shape.num_frames:
+            raise CacheFileError(
+                f"{self.path}: {key} has {value.shape[1]} frames, but its row says num_frames {self.shape.num_frames}"
+            )
         return value
 
 
@@ -162,6 +189,8 @@ class TextToImageDataset(BaseMultiresolutionDataset):
     """Image latents with their text embeddings, or with tokens if the text encoder is trained too."""
 
     def __init__(self, cache_dir: str | os.PathLike[str], train_text_encoder: bool = False) -> None:
+        if not isinstance(train_text_encoder, bool):
+            raise ConfigError(f"train_text_encoder is {train_text_encoder!r}; it must be true or false")
         self.train_text_encoder = train_text_encoder
         super().__init__(cache_dir, quantization=64)
 
@@ -200,6 +229,8 @@ class TextToVideoDataset(BaseMultiresolutionDataset):
     def __init__(
         self, cache_dir: str | os.PathLike[str], model_type: str = "wan", device: str | torch.device = "cpu"
     ) -> None:
+        if not isinstance(model_type, str):
+            raise ConfigError(f"model_type is {model_type!r}; it must be a name such as 'wan'")
         self.model_type = model_type
         self.device = device
         super().__init__(cache_dir, quantization=8)
@@ -219,8 +250,7 @@ class TextToVideoDataset(BaseMultiresolutionDataset):
             "aspect_ratio": sample.data.get("aspect_ratio", shape.width / shape.height),
             "cache_file": str(sample.path),
         }
-        for key in VIDEO_OPTIONAL_FIELDS:
-            value = sample.data.get(key)
-            if value is not None:
-                item[key] = value.to(self.device)
+        for key, num_dims in VIDEO_OPTIONAL_FIELDS.items():
+            if sample.data.get(key) is not None:
+                item[key] = sample.tensor(key, num_dims)[None].to(self.device)
         return item

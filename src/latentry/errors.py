@@ -6,6 +6,9 @@ same situation, ours is also that class, so code written against plain exception
     LatentryError
     ├── ConfigError (ValueError)              an argument, flag or YAML field that cannot be right
     ├── StateError (ValueError)               a sampler or loader state that does not fit
+    ├── MediaError (ValueError)               a picture or clip that cannot be read
+    ├── ModelError                            a model's files are missing, or a package to load them
+    ├── RunError                              a run cannot begin or go on
     └── CacheError                            something on disk is not as a cache should be
         ├── CacheNotFoundError (FileNotFoundError)   no cache, or a file of it is absent
         ├── MetadataError (ValueError)        metadata.json or one of its shards is broken
@@ -23,6 +26,18 @@ class ConfigError(LatentryError, ValueError):
 
 class StateError(LatentryError, ValueError):
     """A saved state is malformed, or belongs to another dataset or another order."""
+
+
+class MediaError(LatentryError, ValueError):
+    """A picture or clip cannot be read; the message begins where its name ends."""
+
+
+class ModelError(LatentryError):
+    """A model's files are missing or unusable, or an optional package to load them is not installed."""
+
+
+class RunError(LatentryError):
+    """A run cannot begin or go on: another one is under way, the recipe differs, the disk refuses."""
 
 
 class CacheError(LatentryError):

@@ -10,7 +10,7 @@ import difflib
 import functools
 import inspect
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from latentry.datasets import (
     TextToImageDataset,
     TextToVideoDataset,
 )
-from latentry.errors import CacheFileError, ConfigError
+from latentry.errors import CacheFileError, ConfigError, LatentryError, StateError
 from latentry.sampler import SequentialBucketSampler
 
 Batch = dict[str, Any]
@@ -40,7 +40,7 @@ def collate_fn_production(batch: Sequence[Mapping[str, Any]]) -> Batch:
     output |= {
         key: [item[key] for item in batch] for key in ("prompt", "image_path", "bucket_id", "aspect_ratio")
     }
-    output |= {key: _join(batch, key, torch.stack) for key in texts if key in batch[0]}
+    output |= {key: _join(batch, key, torch.stack) for key in texts if _any_has(batch, key)}
     return output
 
 
@@ -80,20 +80,25 @@ def collate_fn_video(batch: Sequence[Mapping[str, Any]], model_type: str = "wan"
         "data_type": "video",
     }
     for key in VIDEO_OPTIONAL_FIELDS:
-        if key in batch[0]:
+        if _any_has(batch, key):
             output[key] = _join(batch, key, torch.cat)
     return output
+
+
+def _any_has(batch: Sequence[Mapping[str, Any]], key: str) -> bool:
+    return any(key in item for item in batch)
 
 
 def _join(
     batch: Sequence[Mapping[str, Any]], key: str, join: Callable[[list[torch.Tensor]], torch.Tensor]
 ) -> torch.Tensor:
+    like = next(item for item in batch if key in item)
     for item in batch:
-        if key not in item or item[key].shape != batch[0][key].shape:
+        if key not in item or item[key].shape != like[key].shape:
             found = f"{list(item[key].shape)}" if key in item else "absent"
             raise CacheFileError(
-                f"{item.get('cache_file', 'a sample')}: {key} is {found}, but {list(batch[0][key].shape)} in "
-                f"{batch[0].get('cache_file', 'the first sample')} of the same bucket; a batch must stack"
+                f"{item.get('cache_file', 'a sample')}: {key} is {found}, but {list(like[key].shape)} in "
+                f"{like.get('cache_file', 'another sample')} of the same bucket; a batch must stack"
             )
     return join([item[key] for item in batch])
 
@@ -107,8 +112,9 @@ class LoaderConfig:
 
     batch_size: int
     """Samples per batch and rank; with ``dynamic_batch_size``, that at ``base_resolution``."""
-    dp_rank: int
-    dp_world_size: int
+    dp_rank: int | None
+    """None, like that of ``dp_world_size``, asks ``torch.distributed``."""
+    dp_world_size: int | None
     base_resolution: Sequence[int]
     drop_last: bool
     shuffle: bool
@@ -131,9 +137,28 @@ class LoaderConfig:
         for name in ("drop_last", "shuffle", "dynamic_batch_size", "pin_memory"):
             if not isinstance(value := getattr(self, name), bool):
                 raise ConfigError(f"{name} is {value!r}; it must be true or false")
-        sides = list(self.base_resolution)
+        for name in ("dp_rank", "dp_world_size"):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+                raise ConfigError(f"{name} is {value!r}; it must be a whole number")
+        sides = list(self.base_resolution) if isinstance(self.base_resolution, Iterable) else []
         if len(sides) != 2 or not all(isinstance(side, int) and side > 0 for side in sides):
             raise ConfigError(f"base_resolution is {self.base_resolution!r}; it must be [width, height]")
+        assert self.torch_device is None or self.torch_device.type
+
+    @property
+    def torch_device(self) -> torch.device | None:
+        if self.device is None:
+            return None
+        try:
+            device = torch.device(self.device)
+        except RuntimeError:
+            raise ConfigError(
+                f"device is {self.device!r}; write for example 'cuda', 'cuda:1' or 'cpu'"
+            ) from None
+        if device.type == "cuda" and not torch.cuda.is_available():
+            raise ConfigError(f"device is {self.device!r}, but there is no CUDA device here; use 'cpu'")
+        return device
 
 
 class LatentDataLoader(DataLoader[Any]):
@@ -165,11 +190,27 @@ class LatentDataLoader(DataLoader[Any]):
         )
         sampler.counts_on_yield = False
         self.bucket_sampler = sampler
-        self.device = torch.device(config.device) if config.device is not None else None
+        self.device = config.torch_device
 
     def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]  # a generator, not torch's iterator class
-        for batch in super().__iter__():
-            self.bucket_sampler.advance()
+        sampler = self.bucket_sampler
+        iteration = sampler.begin_iteration()
+        batches = super().__iter__()
+        while True:
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
+            except LatentryError as error:
+                # From a worker it comes wrapped in the worker's traceback; the last line is the message.
+                raise type(error)(
+                    str(error).rstrip().rpartition("\n")[2].partition("Error: ")[2] or str(error)
+                ) from None
+            if not sampler.is_current(iteration):
+                raise StateError(
+                    "a newer iteration of this loader, or another epoch, has begun; go on with that one"
+                )
+            sampler.advance(iteration)
             yield batch if self.device is None else _to_device(batch, self.device)
 
     def set_epoch(self, epoch: int) -> None:
@@ -201,8 +242,8 @@ def build_text_to_image_multiresolution_dataloader(
     cache_dir: str | os.PathLike[str],
     train_text_encoder: bool = False,
     batch_size: int = 1,
-    dp_rank: int = 0,
-    dp_world_size: int = 1,
+    dp_rank: int | None = None,
+    dp_world_size: int | None = None,
     base_resolution: Sequence[int] = (256, 256),
     drop_last: bool = True,
     shuffle: bool = True,
@@ -247,8 +288,8 @@ def build_video_multiresolution_dataloader(
     model_type: str = "wan",
     device: str | torch.device | None = None,
     batch_size: int = 1,
-    dp_rank: int = 0,
-    dp_world_size: int = 1,
+    dp_rank: int | None = None,
+    dp_world_size: int | None = None,
     base_resolution: Sequence[int] = (512, 512),
     drop_last: bool = True,
     shuffle: bool = True,
@@ -331,6 +372,8 @@ def from_config(
     The description stands under ``data: dataloader:``, under ``dataloader:`` or at the top, and
     names its builder in ``_target_``. ``overrides`` replace or add parameters.
     """
+    if not isinstance(config, (str, os.PathLike, Mapping)):
+        raise ConfigError(f"a configuration is a path or a dictionary, not {config!r}")
     where = "the configuration" if isinstance(config, Mapping) else str(config)
     node = _dataloader_node(config if isinstance(config, Mapping) else _read_yaml(Path(config)), where)
     arguments = {**node, **overrides}
@@ -357,7 +400,7 @@ def _read_yaml(path: Path) -> Any:
             return yaml.safe_load(file)
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
 
 

@@ -213,7 +213,7 @@ class Leg:
 
         A bucket that is through is used up whole: what ``drop_last`` left out of it stays out.
         """
-        if sum(batches_done) == self.total_batches:
+        if 0 < sum(batches_done) == self.total_batches:
             return self.sizes
         return tuple(
             size if 0 < done == total else min(size, start + done * batch * self.num_replicas)

@@ -24,3 +24,61 @@ class BucketShape:
     @property
     def pixels(self) -> int:
         return self.width * self.height
+
+
+@dataclass(frozen=True, slots=True)
+class SourceFile:
+    """One input, as the source lists it."""
+
+    name: str
+    """Relative to the source, with forward slashes; what identifies the sample."""
+    size_bytes: int
+    modified_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Caption:
+    """What a sample is described by, and where that came from."""
+
+    text: str
+    source: str
+    """``sidecar``, ``txt``, ``jsonl``, ``meta_json`` or ``file name``."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedSample:
+    """A sample that is to be encoded: everything but its pixels."""
+
+    file: SourceFile
+    caption: Caption
+    width: int
+    """As shown, that is, after the orientation in its header."""
+    height: int
+    bucket_id: int
+    bucket: tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """An input that could not be encoded."""
+
+    name: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """The unit of work: samples of one bucket, encoded and committed together."""
+
+    id: str
+    bucket: tuple[int, int]
+    samples: tuple[PlannedSample, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """What became of a task: rows for the metadata, and what failed."""
+
+    task_id: str
+    rows: tuple[dict[str, object], ...]
+    failures: tuple[Failure, ...]

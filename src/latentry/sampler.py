@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
@@ -83,6 +84,9 @@ class SequentialBucketSampler(Sampler[list[int]]):
             num_replicas = dist.get_world_size() if distributed else 1
         if rank is None:
             rank = dist.get_rank() if distributed else 0
+        for name, value in (("base_batch_size", base_batch_size), ("seed", seed), ("rank", rank)):
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise ConfigError(f"{name} is {value!r}; it must be a whole number")
         if base_batch_size < 1:
             raise ConfigError(f"base_batch_size is {base_batch_size}; it must be at least 1")
         if num_replicas < 1 or not 0 <= rank < num_replicas:
@@ -105,10 +109,9 @@ class SequentialBucketSampler(Sampler[list[int]]):
         self.num_replicas = num_replicas
         self.rank = rank
         self.bucket_order = bucket_order
-        self.epoch = 0
         self.counts_on_yield = True
-        """Whether a yielded batch counts as received. A loader that prefetches sets this to False
-        and calls ``advance`` for each batch it hands on."""
+        """Whether iterating moves the position. A loader that prefetches sets this to False, and calls
+        ``begin_iteration`` and, for each batch it hands on, ``advance`` instead."""
 
         self.bucket_keys = list(dataset.sorted_bucket_keys)
         self.bucket_groups = dataset.bucket_groups
@@ -121,10 +124,13 @@ class SequentialBucketSampler(Sampler[list[int]]):
             drop_last=drop_last,
             bucket_order=bucket_order,
         )
+        self._epoch = 0
         self._leg = self._whole_epoch
         self._order: _EpochOrder | None = None
+        self._start = 0
         self._received = 0
-        self._resume_at: int | None = None
+        self._resumes = False
+        self._iteration = 0
         self._fingerprint: str | None = None
         if rank == 0:
             self._report_left_out()
@@ -134,15 +140,33 @@ class SequentialBucketSampler(Sampler[list[int]]):
     def __iter__(self) -> Iterator[list[int]]:
         # A generator, so that the position to resume at is used up by the first batch that is drawn:
         # PyTorch's loader makes two iterators when it has workers, and draws from the second.
-        if self._resume_at is None:
-            self._begin_epoch(self.epoch)
-        start, self._resume_at = self._resume_at or 0, None
-        self._received = start
+        iteration = self.begin_iteration() if self.counts_on_yield else None
         order = self._current_order()
-        for step in range(start, len(self)):
-            if self.counts_on_yield:
-                self.advance()
+        for step in range(self._start, len(self)):
+            if iteration is not None:
+                self.advance(iteration)
             yield self._samples(order, step)
+
+    def begin_iteration(self) -> int:
+        """Go to where the next iteration starts: behind a state just loaded, else at the beginning.
+
+        Returns the iteration's number, to hand to ``advance``.
+        """
+        if not self._resumes:
+            self._begin_epoch(self._epoch)
+        self._resumes = False
+        self._received = self._start
+        self._iteration += 1
+        return self._iteration
+
+    def advance(self, iteration: int) -> None:
+        """Count one more batch as received by the trainer, if that iteration is still the current one."""
+        if iteration == self._iteration:
+            self._received += 1
+
+    def is_current(self, iteration: int) -> bool:
+        """Whether no later iteration has begun."""
+        return iteration == self._iteration
 
     def __len__(self) -> int:
         """Batches of this epoch on every rank, those before a resume included."""
@@ -204,30 +228,47 @@ class SequentialBucketSampler(Sampler[list[int]]):
             return
         by_bucket = ", ".join(f"{_bucket_name(key)}: {count}" for key, count in left_out.items())
         logger.warning(
-            "drop_last leaves out %d of %d samples in every epoch, by bucket: %s",
+            "drop_last leaves out %d of %d samples in every epoch, by bucket: %s%s",
             sum(left_out.values()),
             sum(self._whole_epoch.sizes),
             by_bucket,
+            "" if len(self) else "; that is all of them: no batch is left",
         )
 
     # ---- epochs and state -------------------------------------------------------------------
 
+    @property
+    def epoch(self) -> int:
+        """The epoch whose shuffle is in force; assigning it is ``set_epoch``."""
+        return self._epoch
+
+    @epoch.setter
+    def epoch(self, epoch: int) -> None:
+        self.set_epoch(epoch)
+
     def set_epoch(self, epoch: int) -> None:
         """Go to this epoch's shuffle. Naming the epoch of a state just loaded keeps its position."""
-        if epoch != self.epoch:
-            self._begin_epoch(epoch)
+        if epoch == self._epoch:
+            return
+        if self._resumes and 0 < self._start < len(self):
+            logger.warning(
+                "set_epoch(%d) gives up the loaded position, batch %d of epoch %d; to go on there, "
+                "begin the training loop at sampler.epoch",
+                epoch,
+                self._start,
+                self._epoch,
+            )
+        self._iteration += 1  # whatever is still being iterated belongs to the other epoch
+        self._begin_epoch(epoch)
 
     def _begin_epoch(self, epoch: int) -> None:
-        if epoch != self.epoch or self._leg is not self._whole_epoch:
+        if epoch != self._epoch or self._leg is not self._whole_epoch:
             self._order = None
-        self.epoch = epoch
+        self._epoch = epoch
         self._leg = self._whole_epoch
+        self._start = 0
         self._received = 0
-        self._resume_at = None
-
-    def advance(self) -> None:
-        """Count one more batch as received by the trainer."""
-        self._received += 1
+        self._resumes = False
 
     def state_dict(self) -> dict[str, Any]:
         """Where the trainer stands: plain numbers, the same on all ranks.
@@ -237,7 +278,7 @@ class SequentialBucketSampler(Sampler[list[int]]):
         return {
             "version": STATE_VERSION,
             "epoch": self.epoch,
-            "batches_yielded": self._received if self._resume_at is None else self._resume_at,
+            "batches_yielded": self._received,
             "fingerprint": self.fingerprint,
             **self._permutation_settings(),
             "num_replicas": self._leg.num_replicas,
@@ -268,16 +309,16 @@ class SequentialBucketSampler(Sampler[list[int]]):
         self._begin_epoch(epoch)
         self._leg = leg
         self._order = None
-        self._resume_at = yielded
+        self._start = self._received = yielded
+        self._resumes = True
+        self._iteration += 1
 
     @property
     def fingerprint(self) -> str:
-        """What identifies the dataset: its own fingerprint, or a digest of its buckets."""
+        """What identifies the samples: the dataset's own fingerprint, and which of them are in what bucket."""
         if self._fingerprint is None:
-            own = getattr(self.dataset, "fingerprint", None)
-            self._fingerprint = (
-                own if isinstance(own, str) else _digest_of_buckets(self.bucket_keys, self._groups)
-            )
+            own = str(getattr(self.dataset, "fingerprint", None))
+            self._fingerprint = _digest_of_buckets(own, self.bucket_keys, self._groups)
         return self._fingerprint
 
     def _permutation_settings(self) -> dict[str, Any]:
@@ -311,6 +352,10 @@ class SequentialBucketSampler(Sampler[list[int]]):
                 first_batch=int(state["leg_first_batch"]),
                 consumed=tuple(int(count) for count in state["leg_consumed"]),
             )
+            if saved.bucket_order not in BUCKET_ORDERS or not isinstance(state["drop_last"], bool):
+                raise ValueError(f"bucket_order {saved.bucket_order!r}, drop_last {state['drop_last']!r}")
+            if not all(0 <= used <= size for used, size in zip(saved.starts, saved.sizes, strict=True)):
+                raise ValueError(f"leg_consumed {saved.consumed} of {saved.sizes}")
             done_in_leg = yielded - saved.first_batch
             if not 0 <= done_in_leg <= saved.total_batches:
                 raise ValueError(f"batches_yielded {yielded} is outside its leg")
@@ -367,9 +412,9 @@ def _bucket_name(key: Any) -> str:
     return " ".join("x".join(map(str, part)) if isinstance(part, tuple) else str(part) for part in key)
 
 
-def _digest_of_buckets(keys: Sequence[Any], groups: Sequence[Mapping[str, Any]]) -> str:
+def _digest_of_buckets(own: str, keys: Sequence[Any], groups: Sequence[Mapping[str, Any]]) -> str:
     """Recognises a dataset by its buckets, their sizes and a few of their indices, at any scale."""
-    digest = hashlib.blake2b(digest_size=16)
+    digest = hashlib.blake2b(own.encode(), digest_size=16)
     for key, group in zip(keys, groups, strict=True):
         indices = group["indices"]
         size = len(indices)
@@ -383,6 +428,10 @@ def _whole_number(state: Mapping[str, Any], name: str) -> int:
     if not isinstance(state, Mapping) or name not in state:
         raise StateError(f"the state has no {name!r}; load one that state_dict() returned")
     value = state[name]
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+    try:
+        number = -1 if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        number = -1
+    if number < 0:
         raise StateError(f"the state's {name} is {value!r}; it must be a whole number, 0 or more")
-    return value
+    return number

@@ -19,6 +19,8 @@ def inside(root: Path, relative: str) -> Path:
     """
     path = root / relative
     real_root = os.path.realpath(root)
+    if len(relative) > 4096:
+        raise CacheError(f"{relative[:40]!r}… is no file name: it has {len(relative)} characters")
     if "\0" in relative or os.path.commonpath([real_root, os.path.realpath(path)]) != real_root:
         raise CacheError(f"{relative!r} leads outside {root}; nothing outside a cache is ever opened")
     return path

@@ -94,7 +94,7 @@ def _content(batch: Mapping[str, Any]) -> str:
 
 
 def _alternating(counts: Mapping[Any, int]) -> Iterable[Any]:
-    left = dict(counts)
+    left = {key: count for key, count in counts.items() if count > 0}
     while left:
         for key in list(left):
             yield key

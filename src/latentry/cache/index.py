@@ -5,14 +5,14 @@ cache file. Ten million rows are half a gigabyte of columns instead of a hundred
 objects. Reading the JSON shards takes about 2 µs a row, so from ``SAVE_FROM_ROWS`` rows on the
 index is kept beside them as ``index.arrow`` (where the folder can be written to) and later opened by
 memory map, shared by all ranks and workers of a machine. It is derived: a changed ``metadata.json``
-or a shard of another size makes it invalid, and deleting it loses nothing.
+or a shard of another size or time makes it invalid, and deleting it loses nothing.
 """
 
 from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -91,7 +91,7 @@ def open_index(cache_dir: Path, name_aspect: Callable[[float], str]) -> CacheInd
     """
     metadata = read_global_metadata(cache_dir)
     signature = _signature(cache_dir, metadata.shards)
-    index = _load(cache_dir / INDEX_NAME, metadata, signature)
+    index = _load(inside(cache_dir, INDEX_NAME), metadata, signature)
     if index is None:
         index = _read_shards(cache_dir, metadata, name_aspect)
         if len(index) >= SAVE_FROM_ROWS:
@@ -112,16 +112,36 @@ def open_index(cache_dir: Path, name_aspect: Callable[[float], str]) -> CacheInd
 def _read_shards(
     cache_dir: Path, metadata: GlobalMetadata, name_aspect: Callable[[float], str]
 ) -> CacheIndex:
+    shards = ((read_rows(cache_dir, shard), cache_dir / shard) for shard in metadata.shards)
+    return _columns(shards, metadata, name_aspect)
+
+
+def index_of_rows(
+    rows: Sequence[dict[str, Any]],
+    metadata: GlobalMetadata,
+    cache_dir: Path,
+    name_aspect: Callable[[float], str],
+) -> CacheIndex:
+    """The index of these rows alone: some of a cache's, say."""
+    try:
+        checked = msgspec.convert(list(rows), list[Row])
+    except msgspec.ValidationError as error:
+        raise MetadataError(f"the rows given for {cache_dir}: {error}") from None
+    return _columns([(checked, cache_dir / METADATA_NAME)], metadata, name_aspect)
+
+
+def _columns(
+    shards: Iterable[tuple[list[Row], Path]], metadata: GlobalMetadata, name_aspect: Callable[[float], str]
+) -> CacheIndex:
     numbers: dict[tuple[Any, ...], int] = {}
     names, shape_of_row, lengths = [], [], []
-    for shard in metadata.shards:
-        rows = read_rows(cache_dir, shard)
+    for rows, path in shards:
         keys = [(r.bucket_resolution or r.crop_resolution, r.aspect_ratio, r.num_frames) for r in rows]
         known = len(numbers)
         shape_of_row.append(np.array([numbers.setdefault(k, len(numbers)) for k in keys], dtype=np.int64))
         for key in list(numbers)[known:]:
-            _check_key(key, where=f"{cache_dir / shard}, row {keys.index(key)}")
-        names.append(pa.array(_safe_names(rows, cache_dir / shard), type=pa.large_string()))
+            _check_key(key, where=f"{path}, row {keys.index(key)}")
+        names.append(pa.array(_safe_names(rows, path), type=pa.large_string()))
         lengths.append(len(rows))
 
     # Rows of one bucket may spell it differently (with and without an aspect ratio, say).
@@ -171,21 +191,24 @@ def _safe_names(rows: Sequence[Row], shard: Path) -> list[str]:
 class _Header(msgspec.Struct):
     version: int
     signature: str
+    fingerprint: str
     shapes: list[dict[str, Any]]
     shard_lengths: list[int]
 
 
 def _signature(cache_dir: Path, shards: Sequence[str]) -> str:
-    """Changes with ``metadata.json`` and with any shard's size; costs one ``stat`` a shard."""
+    """Changes with ``metadata.json`` and with any shard's size or time; costs one ``stat`` a shard."""
     digest = hashlib.blake2b((cache_dir / METADATA_NAME).read_bytes(), digest_size=16)
     for shard in shards:
         path = inside(cache_dir, shard)
-        digest.update(f"{shard} {path.stat().st_size if path.is_file() else None}\n".encode())
+        status = path.stat() if path.is_file() else None
+        digest.update(f"{shard} {status and (status.st_size, status.st_mtime_ns)}\n".encode())
     return digest.hexdigest()
 
 
 def _save(path: Path, index: CacheIndex, signature: str) -> None:
-    header = _Header(INDEX_VERSION, signature, [asdict(s) for s in index.shapes], list(index.shard_lengths))
+    shapes = [asdict(shape) for shape in index.shapes]
+    header = _Header(INDEX_VERSION, signature, index.fingerprint, shapes, list(index.shard_lengths))
     table = pa.table({"name": index.names, "shape": index.shape_of_row})
     table = table.replace_schema_metadata({_SCHEMA_KEY: msgspec.json.encode(header)})
     try:
@@ -205,15 +228,27 @@ def _load(path: Path, metadata: GlobalMetadata, signature: str) -> CacheIndex | 
         if (header.version, header.signature) != (INDEX_VERSION, signature):
             return None
         batch = reader.get_batch(0)
+        # Arrow trusts offsets: unchecked, a flipped bit in them ends the process rather than the reading.
+        batch.validate(full=True)
+        index = CacheIndex(
+            metadata=metadata,
+            shapes=tuple(msgspec.convert(header.shapes, list[BucketShape])),
+            shard_lengths=tuple(header.shard_lengths),
+            names=batch.column("name"),
+            shape_of_row=batch.column("shape").to_numpy(),
+        )
+        if not (
+            index.names.type == pa.large_string()
+            and index.names.null_count == 0
+            and index.shape_of_row.dtype in (np.uint16, np.uint32)
+            and len(index) == len(index.names) == sum(index.shard_lengths)
+            and int(index.shape_of_row.max(initial=0)) < len(index.shapes)
+            and index.fingerprint == header.fingerprint
+        ):
+            raise ValueError("its columns do not fit together")
     except FileNotFoundError:
         return None
-    except (OSError, pa.ArrowException, msgspec.DecodeError, KeyError, TypeError) as error:
+    except (OSError, pa.ArrowException, msgspec.MsgspecError, KeyError, TypeError, ValueError) as error:
         logger.warning("%s is damaged (%s); reading the metadata shards instead", path, error)
         return None
-    return CacheIndex(
-        metadata=metadata,
-        shapes=tuple(BucketShape(**shape) for shape in header.shapes),
-        shard_lengths=tuple(header.shard_lengths),
-        names=batch.column("name"),
-        shape_of_row=batch.column("shape").to_numpy(),
-    )
+    return index

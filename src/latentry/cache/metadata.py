@@ -52,7 +52,7 @@ def read_global_metadata(cache_dir: Path) -> GlobalMetadata:
     """Read ``metadata.json``; errors say what the folder lacks to be a cache."""
     if not cache_dir.is_dir():
         raise CacheNotFoundError(f"there is no folder {cache_dir}; cache_dir must name a finished cache")
-    path = cache_dir / METADATA_NAME
+    path = inside(cache_dir, METADATA_NAME)
     if not path.is_file():
         raise CacheNotFoundError(
             f"{cache_dir} has no {METADATA_NAME}: it is not a cache, or its preprocessing has not finished"
@@ -80,7 +80,7 @@ def _decode(path: Path, decode: Callable[[bytes], T]) -> T:
         return decode(path.read_bytes())
     except msgspec.ValidationError as error:
         raise MetadataError(f"{path}: {str(error).replace('`$', '`').replace('`[', '`row [')}") from None
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise MetadataError(f"{path} is not valid JSON ({error}); it may be truncated") from None
 
 

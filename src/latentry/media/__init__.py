@@ -1,0 +1,1 @@
+"""Pixels: reading a picture's size from its header, decoding it as it should look, cutting it to shape."""
