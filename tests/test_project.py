@@ -13,8 +13,8 @@ import latentry
 SOURCE = Path(latentry.__file__).parent
 
 ROOMS = [
-    "errors", "records", "storage", "buckets", "captions", "sources", "media", "processors", "cache", "plan",
-    "encode", "engines", "order", "sampler", "datasets", "loader", "report", "testing", "cli",
+    "errors", "records", "storage", "buckets", "order", "captions", "sources", "media", "processors", "cache",
+    "plan", "encode", "engines", "sampler", "datasets", "loader", "report", "prepare", "testing", "cli",
 ]  # fmt: skip
 """From the first room to the last: a module imports only from rooms before its own, or from its own."""
 
@@ -24,6 +24,7 @@ PUBLIC = [
     "ConfigError",
     "LatentryError",
     "MultiTierBucketCalculator",
+    "Recipe",
     "SequentialBucketSampler",
     "StateError",
     "TextToImageDataset",
@@ -31,6 +32,7 @@ PUBLIC = [
     "build_text_to_image_multiresolution_dataloader",
     "build_video_multiresolution_dataloader",
     "from_config",
+    "prepare",
 ]
 
 

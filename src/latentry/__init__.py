@@ -24,6 +24,8 @@ if TYPE_CHECKING:
         build_video_multiresolution_dataloader as build_video_multiresolution_dataloader,
     )
     from latentry.loader import from_config as from_config
+    from latentry.plan import Recipe as Recipe
+    from latentry.prepare import prepare as prepare
     from latentry.sampler import SequentialBucketSampler as SequentialBucketSampler
 
 __version__ = "0.1.0"
@@ -34,6 +36,7 @@ _HOME = {
     "ConfigError": "errors",
     "LatentryError": "errors",
     "MultiTierBucketCalculator": "buckets",
+    "Recipe": "plan",
     "SequentialBucketSampler": "sampler",
     "StateError": "errors",
     "TextToImageDataset": "datasets",
@@ -41,6 +44,7 @@ _HOME = {
     "build_text_to_image_multiresolution_dataloader": "loader",
     "build_video_multiresolution_dataloader": "loader",
     "from_config": "loader",
+    "prepare": "prepare",
 }
 """Where each public name lives."""
 

@@ -202,7 +202,7 @@ class MultiTierBucketCalculator:
             bad = int(np.flatnonzero(~((width > 0) & (height > 0)))[0])
             _require_positive("image", width[bad], height[bad])
         aspect = width / height
-        # With some dozen borders, counting those below beats a binary search three times over.
+        # With some dozen borders, counting those below beats a binary search six times over.
         interval = np.zeros(len(aspect), dtype=np.uint8)
         for border in self._borders:
             interval += (aspect > border).view(np.uint8)

@@ -82,3 +82,26 @@ class Commit:
     task_id: str
     rows: tuple[dict[str, object], ...]
     failures: tuple[Failure, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessorInfo:
+    """What can be said of a processor without loading its model."""
+
+    name: str
+    media: str
+    """``image`` or ``video``."""
+    model: str
+    """The model family, for people."""
+    model_type: str
+    """What caches made by it carry as ``model_type``."""
+    default_model_name: str
+    spatial_factor: int
+    """Pixels per latent, along each side."""
+    temporal_factor: int = 1
+    frame_rule: str = "-"
+    """Which numbers of frames fit, such as ``4n+1``."""
+    quantum: int = 64
+    """Bucket sides are multiples of this."""
+    version: int = 1
+    """Goes up when the same inputs would give other numbers."""

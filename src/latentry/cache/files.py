@@ -1,17 +1,19 @@
 """One sample's cache file: loaded as plain tensors and values, or refused.
 
-Foreign bytes are only ever given to ``torch.load(weights_only=True)``, which runs no code of the
-file's; there is no fallback that would.
+Foreign bytes are only ever given to safetensors, or to ``torch.load(weights_only=True)``, which runs no
+code of the file's; there is no fallback that would.
 """
 
 from __future__ import annotations
 
+import json
 import pickle
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from latentry.cache.writer import PLAIN_VALUES_KEY
 from latentry.errors import CacheFileError, CacheNotFoundError
 from latentry.storage import inside
 
@@ -20,7 +22,7 @@ def load_cache_file(cache_dir: Path, relative: str) -> dict[str, Any]:
     """The dictionary in the cache's file ``relative``: ``load_cache_file(cache, "512x512/0a1b.meta")``."""
     path = inside(cache_dir, relative)
     try:
-        data = torch.load(path, map_location="cpu", weights_only=True)
+        data = _load_safetensors(path) if path.suffix == ".safetensors" else _load_torch(path)
     except FileNotFoundError:
         raise CacheNotFoundError(f"{path} is absent, but the cache's metadata lists it") from None
     except (PermissionError, IsADirectoryError) as error:
@@ -35,3 +37,15 @@ def load_cache_file(cache_dir: Path, relative: str) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise CacheFileError(f"{path} holds a {type(data).__name__}, not a dictionary of tensors")
     return data
+
+
+def _load_torch(path: Path) -> Any:
+    return torch.load(path, map_location="cpu", weights_only=True)
+
+
+def _load_safetensors(path: Path) -> dict[str, Any]:
+    from safetensors import safe_open
+
+    with safe_open(path, framework="pt") as file:
+        plain = json.loads((file.metadata() or {}).get(PLAIN_VALUES_KEY, "{}"))
+        return {**{key: file.get_tensor(key) for key in file.keys()}, **plain}  # noqa: SIM118 - not a dict

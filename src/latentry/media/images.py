@@ -51,7 +51,7 @@ def decode_image(content: bytes) -> Pixels:
                 pixels = simplejpeg.decode_jpeg(content, colorspace="RGB")
             else:
                 image.seek(0)
-                pixels = np.asarray(_to_srgb(image))
+                pixels = np.array(_to_srgb(image))
     except Exception as error:  # whatever foreign bytes lead to is the file's fault
         raise MediaError(_reason(error)) from None
     return _upright(pixels, orientation)

@@ -1,16 +1,14 @@
-"""Helpers for testing a data path: small caches in the real layout, and one proof of resuming."""
+"""Small caches of random latents, in the layout that NeMo AutoModel's tool writes."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-
-from latentry.loader import LatentDataLoader
 
 
 def make_image_cache(
@@ -57,40 +55,6 @@ def make_video_cache(
         }
         rows.append({**common, "cache_file": _save(folder, width, height, number, "meta", data)})
     return _write_metadata(folder, rows, shard_size, model_type="wan")
-
-
-def assert_resumes(make_loader: Callable[[], LatentDataLoader], stop_after: int) -> None:
-    """An epoch that is stopped after some batches and resumed must equal an undisturbed one.
-
-    >>> assert_resumes(lambda: build_text_to_image_multiresolution_dataloader(cache_dir=cache)[0], 3)
-    """
-    undisturbed = [_content(batch) for batch in make_loader()]
-    first = make_loader()
-    seen = []
-    if stop_after:
-        for batch in first:
-            seen.append(_content(batch))
-            if len(seen) == stop_after:
-                break
-    state = json.loads(json.dumps(first.state_dict()))
-    assert state["batches_yielded"] == stop_after, f"{stop_after} batches received, state says {state}"
-    second = make_loader()
-    second.load_state_dict(state)
-    assert len(second) == len(undisturbed)
-    seen += [_content(batch) for batch in second]
-    assert seen == undisturbed, "the resumed epoch differs from the undisturbed one"
-
-
-def _content(batch: Mapping[str, Any]) -> str:
-    """A digest of everything in a batch."""
-    digest = hashlib.blake2b()
-    for key, value in sorted(batch.items()):
-        if isinstance(value, torch.Tensor):
-            value = f"{value.dtype}{list(value.shape)}{value.float().cpu().numpy().tobytes().hex()}"
-        elif isinstance(value, Mapping):
-            value = _content(value)
-        digest.update(f"{key}={value}\n".encode())
-    return digest.hexdigest()
 
 
 def _alternating(counts: Mapping[Any, int]) -> Iterable[Any]:

@@ -1,0 +1,1 @@
+"""Latentry at the module paths that NeMo AutoModel documents for its tools; see ``compat/nemo_automodel``."""

@@ -1,0 +1,179 @@
+"""This machine: one worker per device, each with its own copy of the model.
+
+A single device is served by the calling process. With several, each has a process of its own that pulls
+tasks until there are none; a task is committed by whoever ran it, so a worker that dies loses only the
+task it was at.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import queue
+import signal
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from latentry.cache.workspace import Workspace
+from latentry.encode import Outcome, TaskRunner
+from latentry.errors import ConfigError, LatentryError, RunError
+from latentry.plan import ResolvedRecipe
+from latentry.processors import processor_class
+from latentry.records import Commit, Task
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """What every worker needs to know; it crosses processes."""
+
+    recipe: ResolvedRecipe
+    model_name: str
+    source: Path
+    output: Path
+    batch_size: int | None
+    """Images encoded together; None leaves it to the device."""
+    verify: bool
+
+
+Watch = Callable[[str, Outcome | Commit], None]
+"""Called with the device's name for every sample, and for every task once it is committed."""
+
+
+def default_batch_size(device: str) -> int:
+    """One on a CPU, where batching gains nothing and a latent alone is bit for bit its pipeline's."""
+    return 1 if device == "cpu" else 8
+
+
+def find_devices(wanted: str) -> list[str]:
+    """The devices meant: ``auto`` is every GPU, or the CPU; else names such as ``cuda:0,cuda:1`` or ``0,1``.
+
+    >>> find_devices("cpu")
+    ['cpu']
+    """
+    if wanted == "auto":
+        return [f"cuda:{i}" for i in range(torch.cuda.device_count())] or ["cpu"]
+    devices = []
+    for part in (part.strip() for part in wanted.split(",")):
+        name = f"cuda:{part}" if part.isdigit() else part
+        try:
+            device = torch.device(name)
+        except RuntimeError:
+            raise ConfigError(
+                f"device {part!r} is none; write for example auto, cpu, cuda:0 or 0,1"
+            ) from None
+        if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+            raise ConfigError(f"there is no device {name}; this machine has {torch.cuda.device_count()} GPUs")
+        devices.append(name)
+    return devices
+
+
+def run_tasks(job: Job, tasks: Sequence[Task], devices: Sequence[str], watch: Watch) -> None:
+    """Carry out all tasks and commit each."""
+    if not tasks:
+        return
+    if len(devices) == 1:
+        _work(job, iter(tasks).__next__, devices[0], share=1, watch=watch)
+    else:
+        _run_in_processes(job, tasks, devices, watch)
+
+
+def _work(job: Job, next_task: Callable[[], Task], device: str, share: int, watch: Watch) -> None:
+    """Run tasks until there are none; ``share`` workers divide the processor's cores among them."""
+    cores = max(1, (os.cpu_count() or 1) // share)
+    if share > 1:
+        torch.set_num_threads(cores)
+    processor = processor_class(job.recipe.processor)(
+        job.model_name, torch.device(device), getattr(torch, job.recipe.dtype)
+    )
+    workspace = Workspace(job.output)
+    runner = TaskRunner(
+        processor,
+        job.recipe,
+        job.source,
+        job.output,
+        batch_size=job.batch_size or default_batch_size(device),
+        num_threads=min(8, max(2, cores)),
+        verify=job.verify,
+        on_outcome=lambda outcome: watch(device, outcome),
+    )
+    while True:
+        try:
+            task = next_task()
+        except StopIteration:
+            return
+        commit = runner.run(task)
+        workspace.commit(commit)
+        watch(device, commit)
+
+
+# ---- several devices ------------------------------------------------------------------------
+
+
+def _run_in_processes(job: Job, tasks: Sequence[Task], devices: Sequence[str], watch: Watch) -> None:
+    context = multiprocessing.get_context("spawn")
+    waiting: Any = context.Queue()
+    reports: Any = context.Queue()
+    for task in tasks:
+        waiting.put(task)
+    for _ in devices:
+        waiting.put(None)
+    workers = [
+        context.Process(target=_worker, args=(job, device, len(devices), waiting, reports), daemon=True)
+        for device in devices
+    ]
+    for worker in workers:
+        worker.start()
+    try:
+        _collect(reports, workers, devices, watch)
+    finally:
+        for worker in workers:
+            worker.terminate()
+        for worker in workers:
+            worker.join()
+        for channel in (waiting, reports):
+            channel.cancel_join_thread()
+            channel.close()
+
+
+def _worker(job: Job, device: str, share: int, waiting: Any, reports: Any) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what an interrupt means
+
+    def next_task() -> Task:
+        task: Task | None = waiting.get()
+        if task is None:
+            raise StopIteration
+        return task
+
+    try:
+        _work(job, next_task, device, share, lambda name, report: reports.put((name, report)))
+        reports.put((device, None))
+    except LatentryError as error:
+        reports.put((device, error))
+    except Exception:  # reported, so that the parent can say which device it was
+        reports.put((device, RunError(f"the worker on {device} failed: {traceback.format_exc()}")))
+
+
+def _collect(reports: Any, workers: Sequence[Any], devices: Sequence[str], watch: Watch) -> None:
+    unfinished = set(range(len(workers)))
+    while unfinished:
+        try:
+            device, report = reports.get(timeout=0.5)
+        except queue.Empty:
+            for i in unfinished:
+                if not workers[i].is_alive():
+                    raise RunError(
+                        f"the worker on {devices[i]} died (exit code {workers[i].exitcode}); what is committed "
+                        "is kept, and the same command goes on"
+                    ) from None
+            continue
+        if isinstance(report, LatentryError):
+            raise report
+        if report is None:
+            unfinished.discard(next(i for i in unfinished if devices[i] == device))
+        else:
+            watch(device, report)

@@ -1,0 +1,77 @@
+"""The embedded processor: everything it needs is inside the package.
+
+For trying out and for tests. Its pictures come back recognisable and a little soft; nobody should train
+a model for keeps on its latents.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from importlib import resources
+
+import torch
+from safetensors.torch import load
+
+from latentry.errors import ConfigError
+from latentry.processors import Fields
+from latentry.processors.tiny_autoencoder import DOWNSCALE, TinyAutoencoder
+from latentry.processors.tiny_text import TinyTextEncoder
+from latentry.records import ProcessorInfo
+
+_ASSET = resources.files("latentry.processors") / "assets" / "tiny_autoencoder.safetensors"
+
+
+class TinyProcessor:
+    info = ProcessorInfo(
+        name="tiny",
+        media="image",
+        model="embedded autoencoder, for trying out and tests",
+        model_type="tiny",
+        default_model_name="embedded",
+        spatial_factor=DOWNSCALE,
+    )
+
+    def __init__(self, model_name: str, device: torch.device, dtype: torch.dtype) -> None:
+        _require_embedded(model_name)
+        self._device, self._dtype = device, dtype
+        autoencoder = TinyAutoencoder()
+        autoencoder.load_state_dict(load(_ASSET.read_bytes()))
+        self._autoencoder = autoencoder.to(device, dtype).eval()
+        self._text = TinyTextEncoder()
+
+    @classmethod
+    def weights_identity(cls, model_name: str) -> str:
+        _require_embedded(model_name)
+        return _autoencoder_identity() + TinyTextEncoder.identity()
+
+    @torch.inference_mode()
+    def encode_images(self, pixels: torch.Tensor, seeds: list[int] | None) -> torch.Tensor:
+        if seeds is not None:
+            raise ConfigError("the tiny processor has no posterior to sample from; leave out --stochastic")
+        scaled = pixels.to(self._device).to(self._dtype) / 127.5 - 1
+        return self._autoencoder.encode(scaled).to(torch.float16)
+
+    def encode_texts(self, captions: list[str]) -> list[Fields]:
+        fields = []
+        for caption in captions:
+            vectors, mean = self._text.encode(caption)
+            fields.append(
+                {"prompt_embeds": vectors[None].bfloat16(), "pooled_prompt_embeds": mean[None].bfloat16()}
+            )
+        return fields
+
+    @torch.inference_mode()
+    def decode_images(self, latents: torch.Tensor) -> torch.Tensor:
+        pixels = self._autoencoder.decode(latents.to(self._device, self._dtype))
+        return ((pixels.float() + 1) * 127.5).round().clamp(0, 255).to(torch.uint8).cpu()
+
+
+def _require_embedded(model_name: str) -> None:
+    if model_name != TinyProcessor.info.default_model_name:
+        raise ConfigError(f"the tiny processor has its weights inside; leave out --model_name {model_name!r}")
+
+
+@functools.cache
+def _autoencoder_identity() -> str:
+    return hashlib.blake2b(_ASSET.read_bytes(), digest_size=16).hexdigest()

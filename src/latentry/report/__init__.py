@@ -1,0 +1,1 @@
+"""What a run shows when it is over."""

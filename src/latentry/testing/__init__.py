@@ -1,0 +1,13 @@
+"""Helpers for testing a data path: tiny models in the real layout, small caches, and proofs to run on them."""
+
+from latentry.testing.caches import make_image_cache, make_video_cache
+from latentry.testing.pipelines import make_flux_pipeline
+from latentry.testing.proofs import assert_resumes, assert_same_cache
+
+__all__ = [
+    "assert_resumes",
+    "assert_same_cache",
+    "make_flux_pipeline",
+    "make_image_cache",
+    "make_video_cache",
+]
