@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,9 +12,12 @@ from typing import Any
 import pytest
 
 from latentry.buckets import MultiTierBucketCalculator
-from latentry.testing import make_image_cache
+from latentry.testing import make_flux_pipeline, make_image_cache
+
+os.environ["HF_HUB_OFFLINE"] = "1"
 
 DATA = Path(__file__).parent / "data"
+EXAMPLES = Path(__file__).parents[1] / "examples" / "pictures"
 
 
 def golden(name: str) -> list[dict[str, Any]]:
@@ -59,3 +63,9 @@ def image_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """29 images in three buckets, over four shards."""
     folder = tmp_path_factory.mktemp("image_cache")
     return make_image_cache(folder, {(256, 256): 13, (320, 192): 9, (192, 320): 7}, shard_size=8)
+
+
+@pytest.fixture(scope="session")
+def flux_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random FLUX.1 in the diffusers layout."""
+    return make_flux_pipeline(tmp_path_factory.mktemp("flux"))

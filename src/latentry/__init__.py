@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     )
     from latentry.loader import from_config as from_config
     from latentry.plan import Recipe as Recipe
-    from latentry.prepare import prepare as prepare
+    from latentry.preparation import prepare as prepare
     from latentry.sampler import SequentialBucketSampler as SequentialBucketSampler
 
 __version__ = "0.1.0"
@@ -44,7 +44,7 @@ _HOME = {
     "build_text_to_image_multiresolution_dataloader": "loader",
     "build_video_multiresolution_dataloader": "loader",
     "from_config": "loader",
-    "prepare": "prepare",
+    "prepare": "preparation",
 }
 """Where each public name lives."""
 

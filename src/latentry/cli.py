@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from latentry.errors import LatentryError
 
 if TYPE_CHECKING:
-    from latentry.prepare import Progress
+    from latentry.preparation import Progress
 
 _PRESETS = ("256p", "512p", "768p", "1024p", "1536p")
 
@@ -112,13 +112,13 @@ def _image(options: argparse.Namespace) -> int:
     from latentry.buckets import MultiTierBucketCalculator
     from latentry.engines.local import find_devices
     from latentry.plan import Recipe
-    from latentry.prepare import prepare
+    from latentry.preparation import prepare
 
+    preset = MultiTierBucketCalculator.RESOLUTION_PRESETS[options.resolution_preset or "256p"]
     recipe = Recipe(
         processor=options.processor,
         model_name=options.model_name,
-        max_pixels=options.max_pixels
-        or MultiTierBucketCalculator.RESOLUTION_PRESETS[options.resolution_preset or "256p"],
+        max_pixels=preset if options.max_pixels is None else options.max_pixels,
         crop_mode=options.crop_mode,
         caption_format=options.caption_format,
         caption_field=options.caption_field,

@@ -66,7 +66,7 @@ def _reason(error: Exception) -> str:
 
 
 def _upright(pixels: Pixels, orientation: int) -> Pixels:
-    """Apply the eight orientations of EXIF: mirrored if even up to 4 or odd above, and turned."""
+    """Undo the orientation that the header states (EXIF, 1 to 8)."""
     if orientation in (5, 6, 7, 8):
         pixels = pixels.transpose(1, 0, 2)
     if orientation in (2, 3, 6, 7):

@@ -1,0 +1,476 @@
+"""Folders of real pictures become caches: whole, resumed, added to, and refused where that is right."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import EXAMPLES
+from PIL import Image
+
+import latentry
+from latentry import Recipe, plan, prepare
+from latentry.datasets import TextToImageDataset
+from latentry.encode import latent_problem
+from latentry.errors import ConfigError, RunError
+from latentry.preparation import Progress
+from latentry.testing import assert_same_cache
+
+SMALL = Recipe(max_pixels=128 * 128)
+
+
+@pytest.fixture
+def photos(tmp_path) -> Path:
+    """The example pictures, in their folders, with their captions."""
+    return Path(shutil.copytree(EXAMPLES, tmp_path / "photos"))
+
+
+def rows_of(cache: Path) -> list[dict]:
+    shards = json.loads((cache / "metadata.json").read_text())["shards"]
+    return [row for shard in shards for row in json.loads((cache / shard).read_text())]
+
+
+def files_of(cache: Path) -> dict[str, int]:
+    return {p.relative_to(cache).as_posix(): p.stat().st_mtime_ns for p in cache.glob("*x*/*")}
+
+
+# ---- a whole run ----------------------------------------------------------------------------
+
+
+def test_a_folder_becomes_a_cache_that_trains(photos, tmp_path):
+    seen: list[Progress] = []
+    result = prepare(SMALL, image_dir=photos, output_dir=tmp_path / "cache", on_progress=seen.append)
+    assert (result.num_encoded, result.num_already_done, result.failures, result.exit_status) == (
+        12,
+        0,
+        (),
+        0,
+    )
+    assert dict(result.captions) == {"jsonl": 3, "file name": 5, "sidecar": 2, "txt": 2}
+    assert [p.done for p in seen if p.phase == "encode"] == list(range(1, 13))
+    assert "12 encoded" in str(result)
+    assert result._repr_html_().startswith("<pre>")
+    assert json.dumps(result.to_dict())
+
+    loader, _ = latentry.build_text_to_image_multiresolution_dataloader(
+        cache_dir=tmp_path / "cache", batch_size=2, drop_last=False, num_workers=0
+    )
+    prompts = [prompt for batch in loader for prompt in batch["metadata"]["prompts"]]
+    assert len(prompts) == 12
+    assert "a tabby cat looking at the camera" in prompts
+    assert "rocket sideways" in prompts
+    assert not (tmp_path / "cache" / ".latentry").exists()
+    assert not (tmp_path / "cache" / "failures.jsonl").exists()
+
+
+def test_the_cache_is_as_documented(photos, tmp_path):
+    prepare(SMALL, image_dir=photos, output_dir=tmp_path / "cache", shard_size=5)
+    metadata = json.loads((tmp_path / "cache" / "metadata.json").read_text())
+    assert metadata["processor"] == metadata["model_type"] == "tiny"
+    assert (metadata["total_items"], metadata["num_shards"], metadata["shard_size"]) == (12, 3, 5)
+    assert metadata["shards"] == [f"metadata_shard_000{i}.json" for i in range(3)]
+    assert metadata["recipe"]["max_pixels"] == 128 * 128
+    assert len(metadata["fingerprint"]) == 32
+    for row in rows_of(tmp_path / "cache"):
+        path = Path(row["cache_file"])
+        width, height = row["bucket_resolution"]
+        assert path.is_absolute()
+        assert path.parent == tmp_path / "cache" / f"{width}x{height}"
+        data = torch.load(path, weights_only=True)
+        assert next(iter(data)) == "latent"
+        assert data["latent"].shape == (16, height // 8, width // 8)
+        assert data["latent"].untyped_storage().nbytes() == data["latent"].numel() * 2, (
+            "not a view of its batch"
+        )
+        assert row["pixels"] == width * height
+        assert row["aspect_ratio"] == data["aspect_ratio"] == width / height
+        for key in ("image_path", "prompt", "bucket_id", "model_type"):
+            assert row[key] == data[key]
+        for key in ("original_resolution", "bucket_resolution"):
+            assert row[key] == list(data[key])
+        assert Path(row["image_path"]).is_file()
+    sideways = next(row for row in rows_of(tmp_path / "cache") if "sideways" in row["image_path"])
+    assert sideways["original_resolution"] == [210, 427], "as shown, not as stored"
+
+
+@pytest.mark.parametrize("output_format", ["meta", "pt", "safetensors"])
+def test_every_format_reads_back_the_same(photos, tmp_path, output_format):
+    recipe = Recipe(max_pixels=128 * 128, output_format=output_format)
+    prepare(recipe, image_dir=photos, output_dir=tmp_path / output_format, max_images=3)
+    prepare(SMALL, image_dir=photos, output_dir=tmp_path / "reference", max_images=3)
+    for mine, reference in zip(
+        TextToImageDataset(tmp_path / output_format), TextToImageDataset(tmp_path / "reference"), strict=True
+    ):
+        assert mine["cache_file"].endswith(output_format)
+        for key in reference.keys() - {"cache_file"}:
+            equal = torch.equal if isinstance(mine[key], torch.Tensor) else lambda a, b: a == b
+            assert equal(mine[key], reference[key]), key
+
+
+def test_flux_from_a_folder_equals_its_pipeline(photos, tmp_path, flux_folder):
+    from diffusers import FluxImg2ImgPipeline
+
+    recipe = Recipe(processor="flux", model_name=str(flux_folder), max_pixels=128 * 128)
+    prepare(recipe, image_dir=photos, output_dir=tmp_path / "cache")
+    pipeline = FluxImg2ImgPipeline.from_pretrained(flux_folder, transformer=None)
+    from latentry.media.images import decode_image, fit_to_bucket
+
+    for item in TextToImageDataset(tmp_path / "cache"):
+        bucket = tuple(item["crop_resolution"].tolist())
+        pixels, offset = fit_to_bucket(decode_image(Path(item["image_path"]).read_bytes()), bucket)
+        assert item["crop_offset"].tolist() == list(offset)
+        picture = Image.fromarray(pixels.permute(1, 2, 0).numpy())
+        with torch.no_grad():
+            mode = pipeline.vae.encode(pipeline.image_processor.preprocess(picture)).latent_dist.mode()
+            embeds, pooled, _ = pipeline.encode_prompt(item["prompt"], prompt_2=None)
+        latent = (mode - pipeline.vae.config.shift_factor) * pipeline.vae.config.scaling_factor
+        assert torch.equal(item["latent"], latent[0].half())
+        assert torch.equal(item["prompt_embeds"], embeds[0].bfloat16())
+        assert torch.equal(item["pooled_prompt_embeds"], pooled[0].bfloat16())
+
+
+def test_a_moved_cache_opens_and_is_added_to(photos, tmp_path):
+    prepare(SMALL, image_dir=photos, output_dir=tmp_path / "cache", max_images=5)
+    moved = (tmp_path / "cache").rename(tmp_path / "elsewhere")
+    assert len(list(TextToImageDataset(moved))) == 5
+    result = prepare(SMALL, image_dir=photos, output_dir=moved)
+    assert (result.num_already_done, result.num_encoded) == (5, 7)
+    assert all(Path(row["cache_file"]).is_file() for row in rows_of(moved))
+
+
+def test_verify_measures_every_sample(photos, tmp_path):
+    result = prepare(SMALL, image_dir=photos, output_dir=tmp_path / "verified", verify=True)
+    assert len(result.psnr_db) == 12
+    assert all(value > 22 for _, value in result.psnr_db.values())
+    assert "worst restored" in str(result)
+    prepare(SMALL, image_dir=photos, output_dir=tmp_path / "plain")
+    assert_same_cache(tmp_path / "verified", tmp_path / "plain")
+
+
+def test_useless_latents_are_failures():
+    assert "NaN" in latent_problem(torch.tensor([1.0, float("nan")]))
+    assert "infinite" in latent_problem(torch.tensor([1.0, float("inf")]).half())
+    assert "constant" in latent_problem(torch.full((16, 4, 4), 0.5))
+    assert latent_problem(torch.randn(16, 4, 4)) is None
+
+
+def test_crop_modes_and_seeds_decide_the_cache(photos, tmp_path):
+    def offsets(name, **options):
+        prepare(Recipe(max_pixels=128 * 128, **options), image_dir=photos, output_dir=tmp_path / name)
+        return [tuple(item["crop_offset"].tolist()) for item in TextToImageDataset(tmp_path / name)]
+
+    first = offsets("a", crop_mode="random", seed=1)
+    assert offsets("b", crop_mode="random", seed=1) == first
+    assert_same_cache(tmp_path / "a", tmp_path / "b")
+    assert offsets("c", crop_mode="random", seed=2) != first
+    assert offsets("d", crop_mode="smart") != offsets("e")
+
+
+# ---- failures -------------------------------------------------------------------------------
+
+
+def test_bad_files_are_named_and_stop_nothing(photos, tmp_path):
+    (photos / "empty.jpg").write_bytes(b"")
+    (photos / "text.png").write_text("not a picture")
+    whole = (photos / "space" / "astronaut.jpg").read_bytes()
+    (photos / "cut.jpg").write_bytes(whole[: len(whole) // 2])
+    result = prepare(SMALL, image_dir=photos, output_dir=tmp_path / "cache")
+    assert (result.num_encoded, len(result.failures), result.exit_status) == (12, 3, 2)
+    lines = [json.loads(line) for line in (tmp_path / "cache" / "failures.jsonl").read_text().splitlines()]
+    assert [line["name"] for line in lines] == ["cut.jpg", "empty.jpg", "text.png"]
+    assert all(line["reason"] for line in lines)
+    assert len(rows_of(tmp_path / "cache")) == 12
+
+    shutil.copy(photos / "space" / "astronaut.jpg", photos / "cut.jpg")
+    (photos / "empty.jpg").unlink()
+    (photos / "text.png").unlink()
+    mended = prepare(SMALL, image_dir=photos, output_dir=tmp_path / "cache")
+    assert (mended.num_encoded, mended.num_already_done, mended.exit_status) == (1, 12, 0)
+    assert not (tmp_path / "cache" / "failures.jsonl").exists()
+
+
+def test_nothing_but_bad_files(tmp_path):
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "photos" / "a.jpg").write_text("no")
+    result = prepare(SMALL, image_dir=tmp_path / "photos", output_dir=tmp_path / "cache")
+    assert (result.num_encoded, result.exit_status) == (0, 2)
+    assert (tmp_path / "cache" / "failures.jsonl").exists()
+    assert not (tmp_path / "cache" / "metadata.json").exists()
+
+
+def test_too_many_failures_in_a_row_stop_the_run(photos, tmp_path, monkeypatch):
+    monkeypatch.setattr("latentry.encode.MAX_FAILURES_IN_A_ROW", 3)
+    whole = (photos / "space" / "astronaut.jpg").read_bytes()
+    for i in range(4):
+        (photos / f"broken_{i}.jpg").write_bytes(whole[:20_000])
+    with pytest.raises(RunError, match="3 inputs in a row failed"):
+        prepare(SMALL, image_dir=photos, output_dir=tmp_path / "cache")
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "says"),
+    [
+        ({"image_dir": "missing"}, ConfigError, "missing does not exist"),
+        ({"image_dir": "empty"}, ConfigError, "holds no media"),
+        ({"image_dir": "file"}, ConfigError, "is a file, not a folder"),
+        ({"output_dir": "file/cache"}, RunError, "cannot be written to"),
+        ({"batch_size": 0}, ConfigError, "batch_size is 0"),
+        ({"devices": "gpu"}, ConfigError, "device 'gpu' is none"),
+        ({"devices": "cuda:7"}, ConfigError, "no device cuda:7"),
+        ({"recipe": Recipe(processor="nothing")}, ConfigError, "unknown processor 'nothing'"),
+        ({"recipe": Recipe(max_pixels=100)}, ConfigError, "max_pixels is 100"),
+    ],
+)
+def test_what_cannot_work_is_refused_and_leaves_nothing(photos, tmp_path, change, error, says):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").write_text("")
+    options = {"recipe": SMALL, "image_dir": photos, "output_dir": tmp_path / "cache"}
+    for key, value in change.items():
+        options[key] = tmp_path / value if key.endswith("_dir") else value
+    with pytest.raises(error, match=says):
+        prepare(options.pop("recipe"), **options)
+    assert not (tmp_path / "cache").exists()
+
+
+def test_a_recipe_says_what_is_allowed():
+    for options, says in (
+        ({"crop_mode": "left"}, "crop_mode 'left'"),
+        ({"dtype": "int8"}, "dtype 'int8'"),
+        ({"output_format": "zip"}, "output_format 'zip'"),
+        ({"caption_format": "csv"}, "caption_format 'csv'"),
+        ({"max_pixels": -1}, "max_pixels is -1"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            Recipe(**options)
+
+
+# ---- increments -----------------------------------------------------------------------------
+
+
+def test_only_what_changed_is_encoded_again(photos, tmp_path):
+    cache = tmp_path / "cache"
+    prepare(SMALL, image_dir=photos, output_dir=cache)
+    before = files_of(cache)
+
+    again = prepare(SMALL, image_dir=photos, output_dir=cache)
+    assert (again.num_encoded, again.num_already_done) == (0, 12)
+    assert files_of(cache) == before
+
+    os.utime(photos / "home" / "coffee.png", (1, 1))  # a newer time, the same content
+    shutil.copy(photos / "home" / "chelsea.jpg", photos / "another_cat.jpg")  # a new file
+    (photos / "space" / "astronaut_portrait.txt").write_text("another caption")
+    shutil.copy(photos / "textures" / "retina.jpg", photos / "textures" / "brick_wall.jpg")  # other content
+    (photos / "home" / "moving_clock.png").unlink()
+    result = prepare(SMALL, image_dir=photos, output_dir=cache)
+    assert (result.num_encoded, result.num_already_done, result.num_removed) == (3, 9, 1)
+    rows = {row["source_name"]: row for row in rows_of(cache)}
+    assert len(rows) == 12
+    assert rows["space/astronaut_portrait.jpg"]["prompt"] == "another caption"
+    assert "home/moving_clock.png" not in rows
+    kept = [name for name in files_of(cache) if name in before]
+    assert len(kept) == 9
+    assert all(files_of(cache)[name] == before[name] for name in kept)
+    assert len(files_of(cache)) == 12
+
+    fresh = tmp_path / "fresh"
+    prepare(SMALL, image_dir=photos, output_dir=fresh)
+    for row in rows_of(fresh):  # the coffee's row keeps the time it was encoded at
+        row_here = rows[row["source_name"]]
+        assert Path(row["cache_file"]).read_bytes() == Path(row_here["cache_file"]).read_bytes()
+
+
+def test_taking_fewer_images_removes_none(photos, tmp_path):
+    prepare(SMALL, image_dir=photos, output_dir=tmp_path / "cache")
+    result = prepare(SMALL, image_dir=photos, output_dir=tmp_path / "cache", max_images=2)
+    assert (result.num_already_done, result.num_removed) == (2, 0)
+    assert len(rows_of(tmp_path / "cache")) == 12
+
+
+def test_another_recipe_is_refused_with_both_values(photos, tmp_path):
+    cache = tmp_path / "cache"
+    prepare(SMALL, image_dir=photos, output_dir=cache, max_images=2)
+    before = files_of(cache)
+    other = Recipe(max_pixels=192 * 192, crop_mode="smart")
+    with pytest.raises(
+        RunError, match=r"max_pixels was 16384, now 36864; crop_mode was 'center', now 'smart'"
+    ):
+        prepare(other, image_dir=photos, output_dir=cache)
+    assert files_of(cache) == before
+    (cache / "notes.md").write_text("mine")
+    result = prepare(other, image_dir=photos, output_dir=cache, max_images=2, overwrite=True)
+    assert result.num_encoded == 2
+    assert not set(files_of(cache)) & set(before)
+    assert (cache / "notes.md").read_text() == "mine"
+
+
+def test_another_folder_or_another_tools_cache_is_refused(photos, tmp_path, nemo_image_cache):
+    prepare(SMALL, image_dir=photos, output_dir=tmp_path / "cache")
+    (tmp_path / "others").mkdir()
+    shutil.copy(photos / "home" / "chelsea.jpg", tmp_path / "others" / "x.jpg")
+    with pytest.raises(RunError, match="none of the 12 samples"):
+        prepare(SMALL, image_dir=tmp_path / "others", output_dir=tmp_path / "cache")
+    assert len(rows_of(tmp_path / "cache")) == 12
+    with pytest.raises(RunError, match="a cache of another tool"):
+        prepare(SMALL, image_dir=photos, output_dir=nemo_image_cache)
+    assert len(TextToImageDataset(nemo_image_cache)) == 6
+
+
+def test_a_dry_run_shows_the_plan_and_writes_nothing(photos, tmp_path):
+    (photos / "bad.jpg").write_text("no")
+    result = prepare(SMALL, image_dir=photos, output_dir=tmp_path / "cache", dry_run=True)
+    assert (result.num_encoded, len(result.failures)) == (12, 1)
+    assert sum(result.buckets.values()) == 12
+    assert not (tmp_path / "cache").exists()
+    assert "12 would be encoded" in str(result)
+
+
+def test_the_output_may_lie_inside_the_input(photos):
+    for _ in range(2):
+        result = prepare(SMALL, image_dir=photos, output_dir=photos / "cache")
+        assert result.num_encoded + result.num_already_done == 12
+
+
+# ---- stopped runs ---------------------------------------------------------------------------
+
+COMMAND = """
+import sys
+from latentry import Recipe, plan, prepare
+plan.TASK_SIZE = 2
+result = prepare(Recipe(max_pixels=128 * 128), image_dir=sys.argv[1], output_dir=sys.argv[2], shard_size=5,
+                 devices=sys.argv[3])
+sys.exit(result.exit_status)
+"""
+
+
+def start(photos: Path, cache: Path, devices: str = "cpu") -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, "-c", COMMAND, str(photos), str(cache), devices],
+        stderr=subprocess.PIPE,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        start_new_session=True,
+    )
+
+
+def finish(process: subprocess.Popen[bytes]) -> int:
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode in (0, 2), errors.decode()
+    return process.returncode
+
+
+@pytest.fixture
+def undisturbed(photos, tmp_path, monkeypatch) -> Path:
+    (photos / "broken.jpg").write_bytes((photos / "space" / "astronaut.jpg").read_bytes()[:20_000])
+    monkeypatch.setattr(plan, "TASK_SIZE", 2)
+    prepare(SMALL, image_dir=photos, output_dir=tmp_path / "undisturbed", shard_size=5)
+    return tmp_path / "undisturbed"
+
+
+@pytest.mark.slow
+def test_killed_at_random_points_the_cache_is_that_of_an_undisturbed_run(photos, tmp_path, undisturbed):
+    rng = random.Random(0)
+    cache = tmp_path / "cache"
+    kills = 0
+    for _ in range(12):
+        process = start(photos, cache)
+        # From the first commit on there is something to lose; importing takes the seconds before.
+        while process.poll() is None and not (cache / ".latentry").exists():
+            time.sleep(0.005)
+        time.sleep(rng.uniform(0, 0.5))
+        if process.poll() is not None:
+            process.communicate()
+            break
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+        kills += 1
+    assert kills >= 1
+    assert finish(start(photos, cache)) == 2
+    assert_same_cache(cache, undisturbed)
+
+
+def test_interrupted_after_each_task_it_goes_on(photos, tmp_path, undisturbed, monkeypatch):
+    """Every single commit is a point to go on from, and no committed task is done twice."""
+    monkeypatch.setattr(plan, "TASK_SIZE", 2)
+    cache = tmp_path / "cache"
+    encoded = []
+    while True:
+        mine: list[str] = []
+
+        def stop_soon(progress, mine=mine):
+            if progress.phase == "encode":
+                mine.append("sample")
+                if len(mine) > 3:
+                    raise KeyboardInterrupt
+
+        try:
+            result = prepare(SMALL, image_dir=photos, output_dir=cache, shard_size=5, on_progress=stop_soon)
+        except KeyboardInterrupt:
+            encoded.append(len(mine))
+            assert len(encoded) < 20
+            continue
+        break
+    assert len(encoded) >= 2
+    assert result.num_already_done > 0
+    assert_same_cache(cache, undisturbed)
+
+
+def test_killed_while_finishing_no_row_is_lost(photos, tmp_path, undisturbed, monkeypatch):
+    from latentry.cache.workspace import Workspace
+
+    cache = tmp_path / "cache"
+    prepare(SMALL, image_dir=photos, output_dir=cache, shard_size=5, max_images=7)
+    write = Workspace._write_json
+    for allowed in range(1, 6):
+
+        def write_some(self, path, content, indent=None, budget=[allowed]):  # noqa: B006 - one per pass
+            if path.parent == cache:
+                budget[0] -= 1
+                if budget[0] < 0:
+                    raise KeyboardInterrupt
+            write(self, path, content, indent)
+
+        monkeypatch.setattr(Workspace, "_write_json", write_some)
+        with pytest.raises(KeyboardInterrupt) if allowed < 4 else _nothing():
+            prepare(SMALL, image_dir=photos, output_dir=cache, shard_size=5)
+    monkeypatch.setattr(Workspace, "_write_json", write)
+    result = prepare(SMALL, image_dir=photos, output_dir=cache, shard_size=5)
+    assert result.num_already_done == 12
+    assert [row["source_name"] for row in rows_of(cache)] == [
+        row["source_name"] for row in rows_of(undisturbed)
+    ]
+
+
+def _nothing():
+    from contextlib import nullcontext
+
+    return nullcontext()
+
+
+@pytest.mark.slow
+def test_two_workers_make_the_same_cache(photos, tmp_path, undisturbed):
+    assert finish(start(photos, tmp_path / "cache", devices="cpu,cpu")) == 2
+    assert_same_cache(tmp_path / "cache", undisturbed)
+
+
+@pytest.mark.slow
+def test_a_second_run_into_the_same_folder_is_refused(photos, tmp_path):
+    first = start(photos, tmp_path / "cache")
+    try:
+        while not (tmp_path / "cache" / ".latentry" / "lock").exists():
+            assert first.poll() is None, first.communicate()
+            time.sleep(0.01)
+        os.kill(first.pid, signal.SIGSTOP)
+        with pytest.raises(RunError, match=rf"another run \(process {first.pid}\) is writing to"):
+            prepare(SMALL, image_dir=photos, output_dir=tmp_path / "cache")
+    finally:
+        os.kill(first.pid, signal.SIGCONT)
+        first.communicate(timeout=60)
+    assert first.returncode == 0
