@@ -11,7 +11,7 @@ import hashlib
 import math
 import os
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,8 +29,8 @@ from latentry.records import Commit, Failure, PlannedSample, Task
 
 MAX_FAILURES_IN_A_ROW = 100
 """So many bad files one after the other mean that something is wrong with more than the files."""
-TEXT_WINDOW = 64
-"""Samples whose captions are encoded together."""
+TEXT_BATCH_SIZE = 64
+"""Captions that are encoded together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +48,21 @@ class _Decoded:
     pixels: torch.Tensor
     offset: tuple[int, int]
     digest: str
+
+
+class _Texts:
+    """The distinct captions of a task, each encoded once, in batches, as they are reached."""
+
+    def __init__(self, processor: Processor, samples: Sequence[PlannedSample]) -> None:
+        self._processor = processor
+        self._waiting = list(dict.fromkeys(sample.caption.text for sample in samples))
+        self._encoded: dict[str, Fields] = {}
+
+    def fields(self, caption: str) -> Fields:
+        while caption not in self._encoded:
+            batch, self._waiting = self._waiting[:TEXT_BATCH_SIZE], self._waiting[TEXT_BATCH_SIZE:]
+            self._encoded.update(zip(batch, self._processor.encode_texts(batch), strict=True))
+        return self._encoded[caption]
 
 
 class TaskRunner:
@@ -83,14 +98,12 @@ class TaskRunner:
         writing: deque[Future[dict[str, object]]] = deque()
         with ThreadPoolExecutor(self._num_threads) as readers, ThreadPoolExecutor(2) as writers:
             try:
-                for start in range(0, len(task.samples), TEXT_WINDOW):
-                    window = task.samples[start : start + TEXT_WINDOW]
-                    texts = self._encode_texts(window)
-                    for batch in self._batches(window, readers, failures):
-                        for data, sample in self._encode_batch(batch, texts, task, failures):
-                            writing.append(writers.submit(self._write, data, sample))
-                        while len(writing) > 2 * self._batch_size:
-                            rows.append(writing.popleft().result())
+                texts = _Texts(self._processor, task.samples)
+                for batch in self._batches(task.samples, readers, failures):
+                    for data, sample in self._encode_batch(batch, texts, failures):
+                        writing.append(writers.submit(self._write, data, sample))
+                    while len(writing) > 2 * self._batch_size:
+                        rows.append(writing.popleft().result())
                 rows.extend(future.result() for future in writing)
             except BaseException:
                 readers.shutdown(wait=False, cancel_futures=True)
@@ -149,13 +162,8 @@ class TaskRunner:
 
     # ---- encode -----------------------------------------------------------------------------
 
-    def _encode_texts(self, samples: Sequence[PlannedSample]) -> Mapping[str, Fields]:
-        """Each distinct caption of these samples, once."""
-        captions = list(dict.fromkeys(sample.caption.text for sample in samples))
-        return dict(zip(captions, self._processor.encode_texts(captions), strict=True))
-
     def _encode_batch(
-        self, batch: list[_Decoded], texts: Mapping[str, Fields], task: Task, failures: list[Failure]
+        self, batch: list[_Decoded], texts: _Texts, failures: list[Failure]
     ) -> Iterator[tuple[dict[str, Any], _Decoded]]:
         pixels = torch.stack([decoded.pixels for decoded in batch])
         seeds = None
@@ -172,7 +180,7 @@ class TaskRunner:
                 self._fail(decoded.sample, problem, failures)
                 continue
             self._on_outcome(Outcome(decoded.sample.file.name, psnr_db=psnr))
-            yield self._cache_data(decoded, latent, texts[decoded.sample.caption.text]), decoded
+            yield self._cache_data(decoded, latent, texts.fields(decoded.sample.caption.text)), decoded
 
     def _cache_data(self, decoded: _Decoded, latent: torch.Tensor, text: Fields) -> dict[str, Any]:
         sample = decoded.sample
