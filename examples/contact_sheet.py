@@ -33,7 +33,7 @@ def main(cache: Path, sheet_path: Path) -> None:
         item = dataset[number]
         bucket = tuple(item["crop_resolution"].tolist())
         original, _ = fit_to_bucket(decode_image(Path(item["image_path"]).read_bytes()), bucket)
-        restored = processor.decode_images(item["latent"][None])[0]
+        restored = processor.decode_latents(item["latent"][None])[0]
         left, top = (number % COLUMNS) * width + GAP, (number // COLUMNS) * height + GAP
         sheet.paste(tile(original), (left, top))
         sheet.paste(tile(restored), (left + TILE + GAP, top))

@@ -151,7 +151,7 @@ def test_processors_are_listed(run):
     status, out, _ = run("processors")
     assert status == 0
     lines = out.splitlines()
-    assert [line.split()[0] for line in lines] == ["name", "tiny", "flux"]
+    assert [line.split()[0] for line in lines] == ["name", "tiny", "flux", "wan", "hunyuan"]
     assert "black-forest-labs/FLUX.1-dev" in out
     assert run("--list_processors")[1] == out
 

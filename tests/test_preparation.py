@@ -105,8 +105,8 @@ def test_the_cache_is_as_documented(photos, tmp_path):
 @pytest.mark.parametrize("output_format", ["meta", "pt", "safetensors"])
 def test_every_format_reads_back_the_same(photos, tmp_path, output_format):
     recipe = Recipe(max_pixels=128 * 128, output_format=output_format)
-    prepare(recipe, image_dir=photos, output_dir=tmp_path / output_format, max_images=3)
-    prepare(SMALL, image_dir=photos, output_dir=tmp_path / "reference", max_images=3)
+    prepare(recipe, image_dir=photos, output_dir=tmp_path / output_format, max_files=3)
+    prepare(SMALL, image_dir=photos, output_dir=tmp_path / "reference", max_files=3)
     for mine, reference in zip(
         TextToImageDataset(tmp_path / output_format), TextToImageDataset(tmp_path / "reference"), strict=True
     ):
@@ -139,7 +139,7 @@ def test_flux_from_a_folder_equals_its_pipeline(photos, tmp_path, flux_folder):
 
 
 def test_a_moved_cache_opens_and_is_added_to(photos, tmp_path):
-    prepare(SMALL, image_dir=photos, output_dir=tmp_path / "cache", max_images=5)
+    prepare(SMALL, image_dir=photos, output_dir=tmp_path / "cache", max_files=5)
     moved = (tmp_path / "cache").rename(tmp_path / "elsewhere")
     assert len(list(TextToImageDataset(moved))) == 5
     result = prepare(SMALL, image_dir=photos, output_dir=moved)
@@ -290,14 +290,14 @@ def test_only_what_changed_is_encoded_again(photos, tmp_path):
 
 def test_taking_fewer_images_removes_none(photos, tmp_path):
     prepare(SMALL, image_dir=photos, output_dir=tmp_path / "cache")
-    result = prepare(SMALL, image_dir=photos, output_dir=tmp_path / "cache", max_images=2)
+    result = prepare(SMALL, image_dir=photos, output_dir=tmp_path / "cache", max_files=2)
     assert (result.num_already_done, result.num_removed) == (2, 0)
     assert len(rows_of(tmp_path / "cache")) == 12
 
 
 def test_another_recipe_is_refused_with_both_values(photos, tmp_path):
     cache = tmp_path / "cache"
-    prepare(SMALL, image_dir=photos, output_dir=cache, max_images=2)
+    prepare(SMALL, image_dir=photos, output_dir=cache, max_files=2)
     before = files_of(cache)
     other = Recipe(max_pixels=192 * 192, crop_mode="smart")
     with pytest.raises(
@@ -306,7 +306,7 @@ def test_another_recipe_is_refused_with_both_values(photos, tmp_path):
         prepare(other, image_dir=photos, output_dir=cache)
     assert files_of(cache) == before
     (cache / "notes.md").write_text("mine")
-    result = prepare(other, image_dir=photos, output_dir=cache, max_images=2, overwrite=True)
+    result = prepare(other, image_dir=photos, output_dir=cache, max_files=2, overwrite=True)
     assert result.num_encoded == 2
     assert not set(files_of(cache)) & set(before)
     assert (cache / "notes.md").read_text() == "mine"
@@ -426,7 +426,7 @@ def test_killed_while_finishing_no_row_is_lost(photos, tmp_path, undisturbed, mo
     from latentry.cache.workspace import Workspace
 
     cache = tmp_path / "cache"
-    prepare(SMALL, image_dir=photos, output_dir=cache, shard_size=5, max_images=7)
+    prepare(SMALL, image_dir=photos, output_dir=cache, shard_size=5, max_files=7)
     write = Workspace._write_json
     for allowed in range(1, 6):
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from latentry.errors import LatentryError
+from latentry.errors import ConfigError, LatentryError
 
 if TYPE_CHECKING:
     from latentry.preparation import Progress
@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None, prog: str = "latentry") -> int:
     if options.list_processors:
         options.run = _list_processors
     elif options.run is None:
-        parser.error("name a command: image, processors")
+        parser.error("name a command: image, video, processors")
     try:
         signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
         status: int = options.run(options)
@@ -53,11 +53,12 @@ def main(arguments: Sequence[str] | None = None, prog: str = "latentry") -> int:
 
 
 def _build_parser(prog: str) -> argparse.ArgumentParser:
-    parser = _Parser(prog=prog, description="Turn images and captions into training-ready latents.")
+    parser = _Parser(prog=prog, description="Turn images, videos and captions into training-ready latents.")
     parser.set_defaults(run=None)
     _flag(parser, "--list_processors", action="store_true", help="list the processors and stop")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", parser_class=_Parser)
     _add_image(commands.add_parser("image", help="encode a folder of images into a cache"))
+    _add_video(commands.add_parser("video", help="encode a folder of clips into a cache"))
     processors = commands.add_parser("processors", help="list the processors")
     processors.set_defaults(run=_list_processors)
     return parser
@@ -73,20 +74,74 @@ def _add_image(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=_image)
     where = parser.add_argument_group("where")
     _flag(where, "--image_dir", required=True, help="the folder of images, searched recursively")
-    _flag(where, "--output_dir", required=True, help="the folder of the cache; made if need be")
     _flag(where, "--max_images", type=int, help="take only the first so many, by name")
+    recipe = _add_common(parser, where, preset="256p", output_format="pt")
+    _flag(recipe, "--crop_mode", default="center", help="center, random or smart")
 
+
+def _add_video(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(run=_video)
+    where = parser.add_argument_group("where")
+    _flag(where, "--video_dir", required=True, help="the folder of clips, searched recursively")
+    _flag(where, "--max_videos", type=int, help="take only the first so many, by name")
+    recipe = _add_common(parser, where, preset="512p", output_format="meta")
+    _flag(recipe, "--mode", default="video", help="video (a clip is a sample) or frames (each frame is one)")
+    _flag(recipe, "--num_frames", type=int, default=10, help="frames taken from each file with --mode frames")
+    _flag(
+        recipe, "--target_frames", type=int, help="the length of every clip (default: as long as each allows)"
+    )
+    _flag(recipe, "--target_fps", type=float, help="take frames by time at this rate, from the beginning")
+    _flag(
+        recipe,
+        "--short_clips",
+        default="skip",
+        help="shorter than --target_frames: skip, or pad with the last frame",
+    )
+    _flag(recipe, "--height", type=int, help="a fixed size instead of buckets, with --width")
+    _flag(recipe, "--width", type=int, help="a fixed size instead of buckets, with --height")
+    _flag(recipe, "--resize_mode", default="bilinear", help="bilinear, bicubic, nearest, area or lanczos")
+    crop = recipe.add_mutually_exclusive_group()
+    _flag(
+        crop,
+        "--center_crop",
+        action="store_true",
+        default=True,
+        help="keep the shape, cut the centre (default)",
+    )
+    _flag(
+        crop,
+        "--no_center_crop",
+        dest="center_crop",
+        action="store_false",
+        help="scale to the size, whatever the shape",
+    )
+    _flag(
+        recipe,
+        "--deterministic",
+        dest="stochastic",
+        action="store_false",
+        help="the posterior's mean (default)",
+    )
+
+
+def _add_common(parser: argparse.ArgumentParser, where: Any, *, preset: str, output_format: str) -> Any:
+    _flag(where, "--output_dir", required=True, help="the folder of the cache; made if need be")
     recipe = parser.add_argument_group("recipe (changing one of these needs another folder, or --overwrite)")
     _flag(recipe, "--processor", default="tiny", help="the model family (default: tiny, which is embedded)")
     _flag(recipe, "--model_name", help="a folder in the diffusers layout, or a hub name")
     size = recipe.add_mutually_exclusive_group()
-    _flag(size, "--resolution_preset", choices=_PRESETS, help="the resolution budget (default: 256p)")
+    _flag(size, "--resolution_preset", choices=_PRESETS, help=f"the resolution budget (default: {preset})")
     _flag(size, "--max_pixels", type=int, help="the resolution budget in pixels")
-    _flag(recipe, "--crop_mode", default="center", help="center, random or smart")
+    parser.set_defaults(default_preset=preset)
     _flag(recipe, "--caption_format", default="auto", help="auto, sidecar, txt, jsonl or meta_json")
     _flag(recipe, "--caption_field", help="the captions' key (default: caption in JSON, internvl in JSONL)")
     _flag(recipe, "--dtype", default="auto", help="auto, float32, float16 or bfloat16")
-    _flag(recipe, "--output_format", default="pt", help="meta, pt or safetensors")
+    _flag(
+        recipe,
+        "--output_format",
+        default=output_format,
+        help=f"meta, pt or safetensors (default: {output_format})",
+    )
     _flag(recipe, "--stochastic", action="store_true", help="sample the posterior instead of taking its mean")
     _flag(recipe, "--seed", type=int, default=42, help="for random crops and --stochastic")
 
@@ -94,19 +149,54 @@ def _add_image(parser: argparse.ArgumentParser) -> None:
     _flag(
         how, "--devices", default="auto", help="auto (every GPU, else the CPU), cpu, or a list: cuda:0,cuda:1"
     )
-    _flag(how, "--batch_size", type=int, help="images encoded together (default: 8 on a GPU, 1 on a CPU)")
+    _flag(
+        how,
+        "--batch_size",
+        type=int,
+        help="samples encoded together (default: 8 on a GPU; 1 on a CPU and for clips)",
+    )
     _flag(how, "--shard_size", type=int, default=10_000, help="samples per metadata shard")
     _flag(how, "--verify", action="store_true", help="decode every latent again and report how close it is")
     _flag(how, "--overwrite", action="store_true", help="replace a cache that another recipe made")
     _flag(how, "--dry_run", action="store_true", help="show the plan and write nothing")
     _flag(how, "--quiet", action="store_true", help="say nothing but errors")
     _flag(how, "--json", action="store_true", help="print the result as JSON")
+    return recipe
 
 
 # ---- commands -------------------------------------------------------------------------------
 
 
 def _image(options: argparse.Namespace) -> int:
+    return _prepare(
+        options, {"crop_mode": options.crop_mode}, image_dir=options.image_dir, max_files=options.max_images
+    )
+
+
+def _video(options: argparse.Namespace) -> int:
+    from latentry.media.kinds import VideoChoices
+
+    if (options.width is None) != (options.height is None):
+        raise ConfigError("--height and --width go together; give both, or neither for buckets")
+    if options.width is not None and (options.resolution_preset or options.max_pixels):
+        raise ConfigError("--height and --width fix the size; leave out --resolution_preset and --max_pixels")
+    choices = VideoChoices(
+        mode=options.mode,
+        num_frames=options.num_frames,
+        target_frames=options.target_frames,
+        target_fps=options.target_fps,
+        short_clips=options.short_clips,
+        resize_mode=options.resize_mode,
+    )
+    more = {
+        "crop_mode": "center" if options.center_crop else "none",
+        "video": choices,
+        "size": None if options.width is None else (options.width, options.height),
+    }
+    return _prepare(options, more, video_dir=options.video_dir, max_files=options.max_videos)
+
+
+def _prepare(options: argparse.Namespace, more: dict[str, Any], **where: Any) -> int:
     from rich.console import Console
 
     from latentry.buckets import MultiTierBucketCalculator
@@ -114,34 +204,33 @@ def _image(options: argparse.Namespace) -> int:
     from latentry.plan import Recipe
     from latentry.preparation import prepare
 
-    preset = MultiTierBucketCalculator.RESOLUTION_PRESETS[options.resolution_preset or "256p"]
+    preset = MultiTierBucketCalculator.RESOLUTION_PRESETS[options.resolution_preset or options.default_preset]
     recipe = Recipe(
         processor=options.processor,
         model_name=options.model_name,
         max_pixels=preset if options.max_pixels is None else options.max_pixels,
-        crop_mode=options.crop_mode,
         caption_format=options.caption_format,
         caption_field=options.caption_field,
         dtype=options.dtype,
         output_format=options.output_format,
         stochastic=options.stochastic,
         seed=options.seed,
+        **more,
     )
     if not options.quiet and find_devices(options.devices) == ["cpu"]:
         print("no GPU in use: encoding on the CPU", file=sys.stderr)
     with _progress(quiet=options.quiet or options.dry_run) as on_progress:
         result = prepare(
             recipe,
-            image_dir=options.image_dir,
             output_dir=options.output_dir,
             devices=options.devices,
             batch_size=options.batch_size,
             shard_size=options.shard_size,
-            max_images=options.max_images,
             verify=options.verify,
             overwrite=options.overwrite,
             dry_run=options.dry_run,
             on_progress=on_progress,
+            **where,
         )
     if options.json:
         print(json.dumps(result.to_dict(), indent=2))
@@ -161,7 +250,7 @@ def _list_processors(options: argparse.Namespace) -> int:
         rows.append(
             (
                 info.name,
-                info.media,
+                "/".join(info.media),
                 *factors,
                 info.frame_rule,
                 str(info.quantum),

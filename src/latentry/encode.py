@@ -1,31 +1,36 @@
-"""One task: decode, batch, encode, write. A bounded, overlapped pipeline.
+"""One task: decode, batch, encode, write. A bounded, overlapped pipeline, the same for pictures and clips.
 
-Threads decode and cut pictures some batches ahead, the calling thread runs the model, other threads
-serialise and write what it has finished. At no time are more than a few batches in memory. A picture that
-fails is noted and the others go on; which pictures share a batch depends on the task alone.
+Threads decode and cut samples some batches ahead, the calling thread runs the model, other threads
+serialise and write what it has finished. At no time are more than a few batches in memory. A sample that
+fails is noted and the others go on; which samples share a batch depends on the task alone.
 """
 
 from __future__ import annotations
 
 import hashlib
+import logging
 import math
-import os
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from latentry.cache.layout import image_file, metadata_row, video_file
 from latentry.cache.writer import cache_file_bytes, write_cache_file
 from latentry.errors import MediaError, RunError
-from latentry.media.images import decode_image, fit_to_bucket
+from latentry.media.kinds import Cut
 from latentry.order import derived_key
-from latentry.plan import ResolvedRecipe, content_digest
+from latentry.plan import ResolvedRecipe
 from latentry.processors import Fields, Processor
 from latentry.records import Commit, Failure, PlannedSample, Task
+from latentry.storage import content_digest
+
+logger = logging.getLogger(__name__)
 
 MAX_FAILURES_IN_A_ROW = 100
 """So many bad files one after the other mean that something is wrong with more than the files."""
@@ -45,8 +50,7 @@ class Outcome:
 @dataclass(frozen=True, slots=True)
 class _Decoded:
     sample: PlannedSample
-    pixels: torch.Tensor
-    offset: tuple[int, int]
+    cut: Cut
     digest: str
 
 
@@ -82,6 +86,7 @@ class TaskRunner:
     ) -> None:
         self._processor = processor
         self._recipe = recipe
+        self._medium = recipe.medium()
         self._fingerprint = recipe.fingerprint
         self._source = source
         self._output = output
@@ -116,47 +121,49 @@ class TaskRunner:
     def _batches(
         self, samples: Sequence[PlannedSample], readers: ThreadPoolExecutor, failures: list[Failure]
     ) -> Iterator[list[_Decoded]]:
-        """Decoded pictures in groups of the batch size, read ahead but not too far."""
+        """Decoded samples in groups of the batch size, read ahead but not too far."""
+        files = [tuple(group) for _, group in groupby(samples, key=lambda sample: sample.file)]
         ahead = 2 * self._batch_size + self._num_threads
-        waiting = deque(readers.submit(self._decode, sample) for sample in samples[:ahead])
-        rest = iter(samples[ahead:])
+        waiting = deque(readers.submit(self._decode, group) for group in files[:ahead])
+        rest = iter(files[ahead:])
         batch: list[_Decoded] = []
-        for sample in samples:
+        for group in files:
             result = waiting.popleft().result()
             if (following := next(rest, None)) is not None:
                 waiting.append(readers.submit(self._decode, following))
             if isinstance(result, str):
-                self._fail(sample, result, failures)
+                for sample in group:
+                    self._fail(sample, result, failures)
                 continue
             self._failures_in_a_row = 0
-            batch.append(result)
-            if len(batch) == self._batch_size:
-                yield batch
-                batch = []
+            for decoded in result:
+                batch.append(decoded)
+                if len(batch) == self._batch_size:
+                    yield batch
+                    batch = []
         if batch:
             yield batch
 
-    def _decode(self, sample: PlannedSample) -> _Decoded | str:
+    def _decode(self, group: Sequence[PlannedSample]) -> list[_Decoded] | str:
+        """The samples of one file, or the reason why there are none."""
+        file = group[0].file
+        path = self._source / file.name
         try:
-            content = (self._source / sample.file.name).read_bytes()
-            pixels = decode_image(content)
-            seed = derived_key(self._recipe.seed, "crop", sample.file.name)
-            window, offset = fit_to_bucket(pixels, sample.bucket, self._recipe.crop_mode, seed)
-            if (pixels.shape[1], pixels.shape[0]) != (sample.width, sample.height):
-                return f"is {pixels.shape[1]}x{pixels.shape[0]}, but was {sample.width}x{sample.height} when planned"
-            return _Decoded(sample, window, offset, content_digest(content))
+            digest = content_digest(path)
+            cuts = self._medium.read(path, group, derived_key(self._recipe.seed, "crop", file.name))
+            return [_Decoded(sample, cut, digest) for sample, cut in zip(group, cuts, strict=True)]
         except MediaError as error:
             return str(error)
         except OSError as error:
             return f"cannot be read: {error.strerror}"
 
     def _fail(self, sample: PlannedSample, reason: str, failures: list[Failure]) -> None:
-        failures.append(Failure(sample.file.name, reason))
-        self._on_outcome(Outcome(sample.file.name, failure=reason))
+        failures.append(Failure(sample.name, reason))
+        self._on_outcome(Outcome(sample.name, failure=reason))
         self._failures_in_a_row += 1
         if self._failures_in_a_row >= MAX_FAILURES_IN_A_ROW:
             raise RunError(
-                f"{MAX_FAILURES_IN_A_ROW} inputs in a row failed, the last one {sample.file.name}: {reason}; "
+                f"{MAX_FAILURES_IN_A_ROW} inputs in a row failed, the last one {sample.name}: {reason}; "
                 "what is committed is kept, and the same command goes on once the cause is mended"
             )
 
@@ -165,43 +172,70 @@ class TaskRunner:
     def _encode_batch(
         self, batch: list[_Decoded], texts: _Texts, failures: list[Failure]
     ) -> Iterator[tuple[dict[str, Any], _Decoded]]:
-        pixels = torch.stack([decoded.pixels for decoded in batch])
-        seeds = None
-        if self._recipe.stochastic:
-            seeds = [derived_key(self._recipe.seed, "latent", d.sample.file.name, d.digest) for d in batch]
-        latents = self._processor.encode_images(pixels, seeds).cpu()
+        pixels = torch.stack([decoded.cut.pixels for decoded in batch])
+        latents = self._encode_pixels(batch, pixels)
+        extras = self._processor.media_fields(pixels)
         psnrs: list[float | None] = [None] * len(batch)
         if self._verify:
-            restored = self._processor.decode_images(latents)
+            restored = self._processor.decode_latents(latents)
             psnrs = [psnr_db(*pair) for pair in zip(pixels, restored, strict=True)]
-        for decoded, latent, psnr in zip(batch, latents, psnrs, strict=True):
+        for decoded, latent, extra, psnr in zip(batch, latents, extras, psnrs, strict=True):
             problem = latent_problem(latent)
             if problem:
                 self._fail(decoded.sample, problem, failures)
                 continue
-            self._on_outcome(Outcome(decoded.sample.file.name, psnr_db=psnr))
-            yield self._cache_data(decoded, latent, texts.fields(decoded.sample.caption.text)), decoded
+            self._on_outcome(Outcome(decoded.sample.name, psnr_db=psnr))
+            fields = {**texts.fields(decoded.sample.caption.text), **extra}
+            yield self._cache_data(decoded, latent, fields), decoded
 
-    def _cache_data(self, decoded: _Decoded, latent: torch.Tensor, text: Fields) -> dict[str, Any]:
-        sample = decoded.sample
-        return {
-            "latent": latent,
-            **text,
-            "original_resolution": (sample.width, sample.height),
-            "bucket_resolution": sample.bucket,
-            "crop_offset": decoded.offset,
-            "prompt": sample.caption.text,
-            "image_path": str(self._source / sample.file.name),
-            "bucket_id": sample.bucket_id,
-            "aspect_ratio": sample.bucket[0] / sample.bucket[1],
-            "model_type": self._processor.info.model_type,
-        }
+    def _encode_pixels(self, batch: Sequence[_Decoded], pixels: torch.Tensor) -> torch.Tensor:
+        """Latents; where the device's memory is too small, in halves, and at last in tiles."""
+        seeds = None
+        if self._recipe.stochastic:
+            seeds = [derived_key(self._recipe.seed, "latent", d.sample.name, d.digest) for d in batch]
+        try:
+            return self._processor.encode_pixels(pixels, seeds).cpu()
+        except torch.OutOfMemoryError:
+            torch.cuda.empty_cache()
+            if len(batch) > 1:
+                half = len(batch) // 2
+                parts = (
+                    self._encode_pixels(batch[part], pixels[part])
+                    for part in (slice(half), slice(half, None))
+                )
+                return torch.cat(list(parts))
+            if not self._processor.enable_tiling():
+                raise RunError(
+                    f"the device's memory is too small for {batch[0].sample.name}; take a smaller resolution or fewer frames"
+                ) from None
+            logger.warning(
+                "the device's memory is too small to encode whole samples: going on in tiles, more slowly"
+            )
+            return self._encode_pixels(batch, pixels)
+
+    def _cache_data(self, decoded: _Decoded, latent: torch.Tensor, fields: Fields) -> dict[str, Any]:
+        sample, cut = decoded.sample, decoded.cut
+        path = self._source / sample.file.name
+        if self._recipe.video is None:
+            return image_file(sample, latent, fields, cut.offset, path, self._processor.info)
+        return video_file(
+            sample,
+            latent,
+            fields,
+            cut.offset,
+            path,
+            self._processor.info,
+            mode=self._recipe.video.mode,
+            deterministic=not self._recipe.stochastic,
+            first_frame=cut.pixels[:, 0].permute(1, 2, 0),
+            source_frame=cut.source_frame,
+        )
 
     # ---- write ------------------------------------------------------------------------------
 
     def _write(self, data: dict[str, Any], decoded: _Decoded) -> dict[str, object]:
         sample = decoded.sample
-        identity = "\n".join([sample.file.name, decoded.digest, sample.caption.text, self._fingerprint])
+        identity = "\n".join([sample.name, decoded.digest, sample.caption.text, self._fingerprint])
         name = hashlib.blake2b(identity.encode(), digest_size=16).hexdigest()
         width, height = sample.bucket
         path = self._output / f"{width}x{height}" / f"{name}.{self._recipe.output_format}"
@@ -211,22 +245,7 @@ class TaskRunner:
             raise RunError(
                 f"{path} cannot be written: {error.strerror}; what is committed is kept, and the same command goes on"
             ) from None
-        return {
-            "cache_file": os.fspath(path),
-            "image_path": data["image_path"],
-            "bucket_resolution": list(sample.bucket),
-            "original_resolution": [sample.width, sample.height],
-            "prompt": sample.caption.text,
-            "bucket_id": sample.bucket_id,
-            "aspect_ratio": data["aspect_ratio"],
-            "pixels": width * height,
-            "model_type": data["model_type"],
-            "caption_source": sample.caption.source,
-            "source_name": sample.file.name,
-            "source_bytes": sample.file.size_bytes,
-            "source_modified_ns": sample.file.modified_ns,
-            "source_digest": decoded.digest,
-        }
+        return metadata_row(sample, data, path, decoded.digest)
 
 
 def latent_problem(latent: torch.Tensor) -> str | None:
@@ -240,6 +259,6 @@ def latent_problem(latent: torch.Tensor) -> str | None:
 
 
 def psnr_db(original: torch.Tensor, restored: torch.Tensor) -> float:
-    """Peak signal-to-noise ratio of two uint8 pictures, in decibels; 99 at most."""
+    """Peak signal-to-noise ratio of two uint8 pictures or clips, in decibels; 99 at most."""
     error = (original.float() - restored.float()).square().mean().item()
     return min(99.0, 10 * math.log10(255**2 / error)) if error > 0 else 99.0

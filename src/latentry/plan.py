@@ -21,8 +21,10 @@ import numpy as np
 from latentry.buckets import CROP_MODES, MultiTierBucketCalculator
 from latentry.captions import CAPTION_FORMATS, CaptionFinder
 from latentry.errors import ConfigError, MediaError
-from latentry.media.images import probe_image
-from latentry.records import Caption, Failure, PlannedSample, SourceFile, Task
+from latentry.media.images import NO_CROP
+from latentry.media.kinds import Extent, Images, Medium, VideoChoices, Videos
+from latentry.records import Bucket, Caption, Failure, PlannedSample, SourceFile, Task, bucket_name
+from latentry.storage import content_digest
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 OUTPUT_FORMATS = ("meta", "pt", "safetensors")
@@ -53,10 +55,14 @@ class Recipe:
     """Sample the VAE's posterior, with a seed per sample, instead of taking its mean."""
     seed: int = 42
     """For random crops and stochastic latents."""
+    video: VideoChoices | None = None
+    """Which frames of clips are taken; None is for images."""
+    size: tuple[int, int] | None = None
+    """(width, height) for every sample, instead of buckets under ``max_pixels``."""
 
     def __post_init__(self) -> None:
         for name, value, allowed in (
-            ("crop_mode", self.crop_mode, CROP_MODES),
+            ("crop_mode", self.crop_mode, (*CROP_MODES, NO_CROP)),
             ("caption_format", self.caption_format, CAPTION_FORMATS),
             ("dtype", self.dtype, DTYPES),
             ("output_format", self.output_format, OUTPUT_FORMATS),
@@ -86,6 +92,19 @@ class ResolvedRecipe:
     output_format: str
     stochastic: bool
     seed: int
+    frame_step: int
+    video: VideoChoices | None
+    size: tuple[int, int] | None
+
+    @property
+    def media(self) -> str:
+        return "image" if self.video is None else "video"
+
+    def medium(self) -> Medium:
+        """What reads this recipe's inputs."""
+        if self.video is None:
+            return Images(self.crop_mode)
+        return Videos(self.video, self.crop_mode, self.frame_step)
 
     @property
     def fingerprint(self) -> str:
@@ -94,7 +113,7 @@ class ResolvedRecipe:
 
     def differences(self, other: Mapping[str, Any]) -> list[str]:
         """One line per field in which a recorded recipe differs from this one."""
-        mine = asdict(self)
+        mine = json.loads(json.dumps(asdict(self)))
         names = sorted(
             set(mine) | set(other), key=lambda name: list(mine).index(name) if name in mine else 99
         )
@@ -109,13 +128,13 @@ class Plan:
 
     tasks: tuple[Task, ...]
     done: Mapping[str, Mapping[str, Any]]
-    """Name to row, for inputs that the cache holds unchanged."""
+    """Sample name to row, for what the cache holds unchanged."""
     skipped: tuple[Failure, ...]
     """Inputs whose headers already say that they cannot be encoded."""
-    order: tuple[str, ...]
-    """All input names, in the order that rows will have."""
+    files: frozenset[str]
+    """The names of all inputs."""
     vanished: tuple[str, ...]
-    """Inputs of the cache that the source no longer has."""
+    """Samples of the cache whose file the source no longer has."""
     captions: Counter[str] = field(default_factory=Counter)
     caption_problems: Mapping[str, str] = field(default_factory=dict)
 
@@ -123,104 +142,150 @@ class Plan:
     def num_to_encode(self) -> int:
         return sum(len(task.samples) for task in self.tasks)
 
-    def buckets(self) -> dict[tuple[int, int], int]:
+    def buckets(self) -> dict[Bucket, int]:
         """Samples per bucket once the plan is carried out, smallest bucket first."""
-        counts: Counter[tuple[int, int]] = Counter()
+        counts: Counter[Bucket] = Counter()
         for task in self.tasks:
             counts[task.bucket] += len(task.samples)
         for row in self.done.values():
             width, height = row["bucket_resolution"]
-            counts[width, height] += 1
-        return dict(sorted(counts.items(), key=lambda item: (item[0][0] * item[0][1], item[0])))
+            counts[width, height, row.get("num_frames")] += 1
+        return dict(sorted(counts.items(), key=lambda item: _bucket_rank(item[0])))
 
 
 def make_plan(
     files: Sequence[SourceFile],
     root: Path,
-    calculator: MultiTierBucketCalculator,
+    medium: Medium,
+    choose_buckets: BucketChooser,
     finder: CaptionFinder,
     *,
     known: Mapping[str, Mapping[str, Any]],
     failed_before: Iterable[str] = (),
     on_progress: Callable[[int], None] = lambda _: None,
 ) -> Plan:
-    """Decide every file's fate. ``known`` are the rows that the cache has, by source name."""
+    """Decide every file's fate. ``known`` are the rows that the cache has, by sample name."""
+    known_of_file: dict[str, list[str]] = defaultdict(list)
+    for name, row in known.items():
+        known_of_file[row["source_name"]].append(name)
     done: dict[str, Mapping[str, Any]] = {}
     waiting: list[tuple[SourceFile, Caption]] = []
     for file in files:
         caption = finder.find(file.name)
-        row = known.get(file.name)
-        if row is not None and row["prompt"] == caption.text and _unchanged(row, file, root):
-            done[file.name] = row
+        rows = {name: known[name] for name in known_of_file[file.name]}
+        if rows and all(_unchanged(row, len(rows), caption, file, root) for row in rows.values()):
+            done |= rows
         else:
             waiting.append((file, caption))
-    samples, skipped = _probe(waiting, root, calculator, on_progress)
+    samples, skipped = _probe(waiting, root, medium, choose_buckets, on_progress)
+    # Of a file that gives several samples, those that are done stay done.
+    again = [
+        s
+        for s in samples
+        if not (s.name in known and _unchanged(known[s.name], None, s.caption, s.file, root))
+    ]
+    done |= {s.name: known[s.name] for s in samples if s not in set(again)}
     names = {file.name for file in files}
     return Plan(
-        tasks=tuple(_cut(samples, frozenset(failed_before))),
+        tasks=tuple(_cut(again, frozenset(failed_before))),
         done=done,
         skipped=tuple(skipped),
-        order=tuple(file.name for file in files),
-        vanished=tuple(name for name in known if name not in names and not (root / name).exists()),
+        files=frozenset(names),
+        vanished=tuple(
+            name
+            for name, row in known.items()
+            if row["source_name"] not in names and not (root / row["source_name"]).exists()
+        ),
         captions=finder.counts,
         caption_problems=finder.problems,
     )
 
 
-def _unchanged(row: Mapping[str, Any], file: SourceFile, root: Path) -> bool:
-    """Same size and time, or, where only the time differs, the same content."""
-    if row["source_bytes"] != file.size_bytes:
+BucketChooser = Callable[[Sequence[tuple[int, int]]], Sequence[tuple[int | None, tuple[int, int]]]]
+"""Bucket id and (width, height) for each of some sizes."""
+
+
+def bucket_chooser(recipe: ResolvedRecipe) -> BucketChooser:
+    """Buckets under the recipe's budget, or its one size for all."""
+    if recipe.size is not None:
+        fixed: tuple[int | None, tuple[int, int]] = (None, recipe.size)
+        return lambda sizes: [fixed] * len(sizes)
+    calculator = MultiTierBucketCalculator(recipe.quantization, recipe.max_pixels)
+
+    def choose(sizes: Sequence[tuple[int, int]]) -> list[tuple[int | None, tuple[int, int]]]:
+        table = np.array(sizes, dtype=np.int64).reshape(-1, 2)
+        ids = calculator.assign(table[:, 0], table[:, 1]).tolist()
+        return [(number, calculator.get_bucket_by_id(number)["resolution"]) for number in ids]
+
+    return choose
+
+
+def _unchanged(
+    row: Mapping[str, Any], num_known: int | None, caption: Caption, file: SourceFile, root: Path
+) -> bool:
+    """Same caption and size and time; where only the time differs, the same content.
+
+    With ``num_known``, also: the file's samples are all there.
+    """
+    if row["prompt"] != caption.text or row["source_bytes"] != file.size_bytes:
+        return False
+    if num_known is not None and row.get("total_frames_extracted", 1) != num_known:
         return False
     if row["source_modified_ns"] == file.modified_ns:
         return True
     try:
-        return bool(row["source_digest"] == content_digest((root / file.name).read_bytes()))
+        return bool(row["source_digest"] == content_digest(root / file.name))
     except OSError:
         return False
-
-
-def content_digest(content: bytes) -> str:
-    return hashlib.blake2b(content, digest_size=16).hexdigest()
 
 
 def _probe(
     waiting: Sequence[tuple[SourceFile, Caption]],
     root: Path,
-    calculator: MultiTierBucketCalculator,
+    medium: Medium,
+    choose_buckets: BucketChooser,
     on_progress: Callable[[int], None],
 ) -> tuple[list[PlannedSample], list[Failure]]:
-    def size_or_reason(file: SourceFile) -> tuple[int, int] | str:
+    def extent_or_reason(file: SourceFile) -> Extent | str:
         try:
-            return probe_image(root / file.name)
+            return medium.probe(root / file.name)
         except MediaError as error:
             return str(error)
 
-    readable: list[tuple[SourceFile, Caption, tuple[int, int]]] = []
+    readable: list[tuple[SourceFile, Caption, Extent]] = []
     skipped = []
     with ThreadPoolExecutor(_PROBE_THREADS) as pool:
-        probed = pool.map(size_or_reason, (file for file, _ in waiting), chunksize=16)
-        for count, ((file, caption), size) in enumerate(zip(waiting, probed, strict=True), start=1):
-            if isinstance(size, str):
-                skipped.append(Failure(file.name, size))
+        probed = pool.map(extent_or_reason, (file for file, _ in waiting), chunksize=16)
+        for count, ((file, caption), extent) in enumerate(zip(waiting, probed, strict=True), start=1):
+            if isinstance(extent, str):
+                skipped.append(Failure(file.name, extent))
             else:
-                readable.append((file, caption, size))
+                readable.append((file, caption, extent))
             on_progress(count)
-    sizes = np.array([size for *_, size in readable], dtype=np.int64).reshape(-1, 2)
-    ids = calculator.assign(sizes[:, 0], sizes[:, 1])
-    return [
-        PlannedSample(file, caption, *size, bucket_id, calculator.get_bucket_by_id(bucket_id)["resolution"])
-        for (file, caption, size), bucket_id in zip(readable, ids.tolist(), strict=True)
-    ], skipped
+    buckets = choose_buckets([(extent.width, extent.height) for *_, extent in readable])
+    samples = [
+        PlannedSample(
+            file, caption, extent.width, extent.height, *bucket, extent.num_frames, number, extent.num_samples
+        )
+        for (file, caption, extent), bucket in zip(readable, buckets, strict=True)
+        for number in range(extent.num_samples)
+    ]
+    return samples, skipped
+
+
+def _bucket_rank(bucket: Bucket) -> tuple[int, int, int, int]:
+    width, height, num_frames = bucket
+    return (width * height, width, height, num_frames or 0)
 
 
 def _cut(samples: Iterable[PlannedSample], failed_before: frozenset[str]) -> Iterable[Task]:
     """Tasks of one bucket each; what failed before comes last and apart, so that it shifts no batch."""
-    groups: dict[tuple[bool, tuple[int, int]], list[PlannedSample]] = defaultdict(list)
+    groups: dict[tuple[bool, Bucket], list[PlannedSample]] = defaultdict(list)
     for sample in samples:
-        groups[sample.file.name in failed_before, sample.bucket].append(sample)
-    for again, bucket in sorted(groups, key=lambda key: (key[0], key[1][0] * key[1][1], key[1])):
+        groups[sample.name in failed_before, (*sample.bucket, sample.num_frames)].append(sample)
+    for again, bucket in sorted(groups, key=lambda key: (key[0], _bucket_rank(key[1]))):
         group = groups[again, bucket]
         for start in range(0, len(group), TASK_SIZE):
             part = tuple(group[start : start + TASK_SIZE])
-            text = "\n".join([f"{bucket[0]}x{bucket[1]}", *(f"{s.file} {s.caption}" for s in part)])
+            text = "\n".join([bucket_name(bucket), *(f"{s.name} {s.file} {s.caption}" for s in part)])
             yield Task(hashlib.blake2b(text.encode(), digest_size=8).hexdigest(), bucket, part)

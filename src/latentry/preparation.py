@@ -1,4 +1,4 @@
-"""From a folder of pictures to a cache: the one function behind the command and the notebook.
+"""From a folder of pictures or clips to a cache: the one function behind the command and the notebook.
 
 Plan, tasks, index. Stop it anywhere; the same call goes on from what is committed, and the finished cache
 is the one an undisturbed run makes.
@@ -13,17 +13,16 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from latentry.buckets import MultiTierBucketCalculator
 from latentry.cache.workspace import Workspace
 from latentry.captions import CaptionFinder
 from latentry.encode import Outcome
 from latentry.engines.local import Job, find_devices, run_tasks
 from latentry.errors import ConfigError, RunError
-from latentry.plan import Plan, Recipe, ResolvedRecipe, make_plan
+from latentry.plan import Plan, Recipe, ResolvedRecipe, bucket_chooser, make_plan
 from latentry.processors import Processor, processor_class
-from latentry.records import Commit, Failure
+from latentry.records import Bucket, Commit, Failure
 from latentry.report.summary import PrepareResult
-from latentry.sources.folder import IMAGE_SUFFIXES, list_folder
+from latentry.sources.folder import list_folder
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,45 +40,56 @@ class Progress:
 def prepare(
     recipe: Recipe,
     *,
-    image_dir: str | os.PathLike[str],
+    image_dir: str | os.PathLike[str] | None = None,
+    video_dir: str | os.PathLike[str] | None = None,
     output_dir: str | os.PathLike[str],
     devices: str = "auto",
     batch_size: int | None = None,
     shard_size: int = 10_000,
-    max_images: int | None = None,
+    max_files: int | None = None,
     verify: bool = False,
     overwrite: bool = False,
     dry_run: bool = False,
     on_progress: Callable[[Progress], None] = lambda _: None,
 ) -> PrepareResult:
-    """Encode a folder of pictures into a cache.
+    """Encode a folder of pictures, or of clips if the recipe has ``video``, into a cache.
 
     >>> result = prepare(Recipe(processor="flux", max_pixels=512 * 512), image_dir="photos", output_dir="cache")
     >>> result.num_encoded, result.failures
 
-    ``verify`` decodes every latent again and measures it, ``overwrite`` replaces a cache made by another
-    recipe, ``dry_run`` stops after the plan and writes nothing.
+    ``max_files`` takes only the first so many inputs, by name. ``verify`` decodes every latent again and
+    measures it, ``overwrite`` replaces a cache made by another recipe, ``dry_run`` stops after the plan and
+    writes nothing.
     """
-    for name, value in (("batch_size", batch_size), ("shard_size", shard_size), ("max_images", max_images)):
+    for name, value in (("batch_size", batch_size), ("shard_size", shard_size), ("max_files", max_files)):
         if value is not None and value < 1:
             raise ConfigError(f"{name} is {value}; it must be at least 1")
     started = time.monotonic()
-    source, output = (Path(path).expanduser().absolute() for path in (image_dir, output_dir))
     family = processor_class(recipe.processor)
-    if family.info.media != "image":
-        raise ConfigError(f"the processor {recipe.processor!r} encodes {family.info.media}s, not images")
-    files = list_folder(source, IMAGE_SUFFIXES, leave_out=output)[:max_images]
+    media = "image" if recipe.video is None else "video"
+    if media not in family.info.media:
+        raise ConfigError(
+            f"the processor {recipe.processor!r} encodes {' and '.join(family.info.media)}s, not {media}s"
+        )
+    folder = image_dir if media == "image" else video_dir
+    if folder is None or (image_dir is not None and video_dir is not None):
+        raise ConfigError(
+            f"a recipe for {media}s takes {media}_dir, the folder that holds them, and no other"
+        )
+    source, output = (Path(path).expanduser().absolute() for path in (folder, output_dir))
     device_names = find_devices(devices)
     model_name = recipe.model_name or family.info.default_model_name
     resolved = _resolve(recipe, family, model_name, device_names)
-    calculator = MultiTierBucketCalculator(resolved.quantization, resolved.max_pixels)
+    choose_buckets, medium = bucket_chooser(resolved), resolved.medium()
+    files = list_folder(source, medium.suffixes, leave_out=output)[:max_files]
     finder = CaptionFinder(source, recipe.caption_format, recipe.caption_field)
 
     def plan_for(workspace: Workspace) -> Plan:
         plan = make_plan(
             files,
             source,
-            calculator,
+            medium,
+            choose_buckets,
             finder,
             known=workspace.rows(),
             failed_before=workspace.failed_before(),
@@ -117,7 +127,7 @@ def prepare(
         )
         run_tasks(job, plan.tasks, device_names, watcher)
         rows = {**workspace.rows(), **plan.done}
-        kept = [rows[name] for name in _row_order(plan, rows) if name in rows]
+        kept = sorted(_kept(plan, rows), key=lambda row: (row["source_name"], row.get("frame_index", 0)))
         failures = sorted([*plan.skipped, *watcher.failures], key=lambda failure: failure.name)
         header = {
             "processor": recipe.processor,
@@ -125,6 +135,7 @@ def prepare(
             "model_type": family.info.model_type,
             "caption_field": recipe.caption_field,
             "max_pixels": resolved.max_pixels,
+            **({"caption_format": recipe.caption_format, "mode": recipe.video.mode} if recipe.video else {}),
             "recipe": asdict(resolved),
             "fingerprint": resolved.fingerprint,
         }
@@ -135,6 +146,7 @@ def prepare(
 def _resolve(
     recipe: Recipe, family: type[Processor], model_name: str, devices: Sequence[str]
 ) -> ResolvedRecipe:
+    _check_sizes(recipe, family.info.quantum, family.info.temporal_factor)
     dtype = recipe.dtype
     if dtype == "auto":
         dtype = "bfloat16" if all(name.startswith("cuda") for name in devices) else "float32"
@@ -151,7 +163,29 @@ def _resolve(
         output_format=recipe.output_format,
         stochastic=recipe.stochastic,
         seed=recipe.seed,
+        frame_step=family.info.temporal_factor,
+        video=recipe.video,
+        size=recipe.size,
     )
+
+
+def _check_sizes(recipe: Recipe, quantum: int, frame_step: int) -> None:
+    """What is given as a size must fit the model; the error names the nearest that does."""
+    if recipe.size is not None:
+        width, height = recipe.size
+        near = [max(quantum, round(side / quantum) * quantum) for side in recipe.size]
+        if [width, height] != near:
+            raise ConfigError(
+                f"width {width} and height {height} must be multiples of {quantum}; the nearest is "
+                f"{near[0]}x{near[1]}"
+            )
+    frames = recipe.video and recipe.video.target_frames
+    if frames and (frames - 1) % frame_step:
+        below = (frames - 1) // frame_step * frame_step + 1
+        raise ConfigError(
+            f"target_frames is {frames}, but this model takes {frame_step}n+1; the nearest are {below} and "
+            f"{below + frame_step}"
+        )
 
 
 def _check_recipe(workspace: Workspace, resolved: ResolvedRecipe) -> None:
@@ -163,10 +197,15 @@ def _check_recipe(workspace: Workspace, resolved: ResolvedRecipe) -> None:
         )
 
 
-def _row_order(plan: Plan, rows: Mapping[str, Any]) -> list[str]:
-    """This run's inputs in order; then what the cache has of inputs that this run left out but that exist."""
-    planned, gone = set(plan.order), set(plan.vanished)
-    return sorted([*plan.order, *(name for name in rows if name not in planned and name not in gone)])
+def _kept(plan: Plan, rows: Mapping[str, Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The rows of this run, and those of inputs that this run left out but that still exist."""
+    here = {sample.name for task in plan.tasks for sample in task.samples} | set(plan.done)
+    gone = set(plan.vanished)
+    return [
+        row
+        for name, row in rows.items()
+        if name in here or (name not in gone and row["source_name"] not in plan.files)
+    ]
 
 
 def _placed(row: Mapping[str, Any], output: Path) -> dict[str, Any]:
@@ -181,10 +220,10 @@ class _Watcher:
     def __init__(self, plan: Plan, on_progress: Callable[[Progress], None]) -> None:
         self._total = plan.num_to_encode
         self._on_progress = on_progress
-        self._buckets = {sample.file.name: task.bucket for task in plan.tasks for sample in task.samples}
+        self._buckets = {sample.name: task.bucket for task in plan.tasks for sample in task.samples}
         self.failures: list[Failure] = []
         self.by_device: dict[str, int] = {}
-        self.psnr_db: dict[str, tuple[tuple[int, int], float]] = {}
+        self.psnr_db: dict[str, tuple[Bucket, float]] = {}
 
     def __call__(self, device: str, report: Outcome | Commit) -> None:
         if isinstance(report, Commit):
@@ -211,7 +250,7 @@ def _result(
     failed = {failure.name for failure in failures}
     buckets = plan.buckets()
     for task in plan.tasks:
-        buckets[task.bucket] -= sum(sample.file.name in failed for sample in task.samples)
+        buckets[task.bucket] -= sum(sample.name in failed for sample in task.samples)
     return PrepareResult(
         output_dir=output,
         dry_run=dry_run,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeAlias
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +25,15 @@ class BucketShape:
     @property
     def pixels(self) -> int:
         return self.width * self.height
+
+
+Bucket: TypeAlias = "tuple[int, int, int | None]"
+"""Width, height, and for video the number of frames: what a batch must share."""
+
+
+def bucket_name(bucket: Bucket) -> str:
+    """``832x480``, or ``832x480x81`` with frames."""
+    return "x".join(str(part) for part in bucket if part is not None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +64,20 @@ class PlannedSample:
     width: int
     """As shown, that is, after the orientation in its header."""
     height: int
-    bucket_id: int
+    bucket_id: int | None
+    """None where the size was given and not chosen."""
     bucket: tuple[int, int]
+    num_frames: int | None = None
+    """None for images."""
+    number: int = 0
+    """Which of its file's samples this is."""
+    num_samples: int = 1
+    """How many samples its file gives."""
+
+    @property
+    def name(self) -> str:
+        """What identifies the sample among all of its source."""
+        return self.file.name if self.num_samples == 1 else f"{self.file.name}#{self.number}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +93,7 @@ class Task:
     """The unit of work: samples of one bucket, encoded and committed together."""
 
     id: str
-    bucket: tuple[int, int]
+    bucket: Bucket
     samples: tuple[PlannedSample, ...]
 
 
@@ -89,8 +111,8 @@ class ProcessorInfo:
     """What can be said of a processor without loading its model."""
 
     name: str
-    media: str
-    """``image`` or ``video``."""
+    media: tuple[str, ...]
+    """``image``, ``video`` or both."""
     model: str
     """The model family, for people."""
     model_type: str
@@ -99,9 +121,16 @@ class ProcessorInfo:
     spatial_factor: int
     """Pixels per latent, along each side."""
     temporal_factor: int = 1
-    frame_rule: str = "-"
-    """Which numbers of frames fit, such as ``4n+1``."""
     quantum: int = 64
     """Bucket sides are multiples of this."""
+    model_version: str = ""
+    """The release of the model, for video files, which record it."""
     version: int = 1
     """Goes up when the same inputs would give other numbers."""
+
+    @property
+    def frame_rule(self) -> str:
+        """Which numbers of frames fit, such as ``4n+1``."""
+        if "video" not in self.media:
+            return "-"
+        return "any" if self.temporal_factor == 1 else f"{self.temporal_factor}n+1"

@@ -30,6 +30,7 @@ _WORK = ".latentry"
 _BUCKET_FOLDER = re.compile(r"\d+x\d+")
 _CACHE_FILE = re.compile(r"[0-9a-f]{32}\.(meta|pt|safetensors)")
 _OUR_ROW_KEYS = (
+    "sample_name",
     "source_name",
     "source_bytes",
     "source_modified_ns",
@@ -106,17 +107,17 @@ class Workspace:
         self._write_json(self.folder / _WORK / "recipe.json", recipe)
 
     def rows(self) -> dict[str, Row]:
-        """All rows that are committed, by source name: the finished cache's, and those of stopped runs."""
+        """All rows that are committed, by sample name: the finished cache's, and those of stopped runs."""
         rows: dict[str, Row] = {}
         finished = self.folder / METADATA_NAME
         if finished.is_file():
             for shard in _read_json(finished, dict).get("shards", []):
                 path = self.folder / Path(shard).name
                 for row in _read_json(path, list) if path.is_file() else []:
-                    rows[row.get("source_name", "")] = row
+                    rows[row.get("sample_name", "")] = row
         for path in sorted(self._commits.glob("*.json")):
             for row in _read_json(path, dict)["rows"]:
-                rows[row["source_name"]] = row
+                rows[row["sample_name"]] = row
         return {
             name: row
             for name, row in rows.items()

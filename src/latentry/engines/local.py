@@ -36,7 +36,7 @@ class Job:
     source: Path
     output: Path
     batch_size: int | None
-    """Images encoded together; None leaves it to the device."""
+    """Samples encoded together; None leaves it to the device."""
     verify: bool
 
 
@@ -44,9 +44,13 @@ Watch = Callable[[str, Outcome | Commit], None]
 """Called with the device's name for every sample, and for every task once it is committed."""
 
 
-def default_batch_size(device: str) -> int:
-    """One on a CPU, where batching gains nothing and a latent alone is bit for bit its pipeline's."""
-    return 1 if device == "cpu" else 8
+def default_batch_size(device: str, recipe: ResolvedRecipe) -> int:
+    """One on a CPU, where batching gains nothing and a latent alone is bit for bit its pipeline's.
+
+    One for clips, too: they are large enough to keep any device busy.
+    """
+    whole_clips = recipe.video is not None and recipe.video.mode == "video"
+    return 1 if device == "cpu" or whole_clips else 8
 
 
 def find_devices(wanted: str) -> list[str]:
@@ -96,7 +100,7 @@ def _work(job: Job, next_task: Callable[[], Task], device: str, share: int, watc
         job.recipe,
         job.source,
         job.output,
-        batch_size=job.batch_size or default_batch_size(device),
+        batch_size=job.batch_size or default_batch_size(device, job.recipe),
         num_threads=min(8, max(2, cores)),
         verify=job.verify,
         on_outcome=lambda outcome: watch(device, outcome),

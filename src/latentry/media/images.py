@@ -22,6 +22,15 @@ from latentry.errors import MediaError
 Pixels = npt.NDArray[np.uint8]
 """[H,W,3], RGB."""
 
+NO_CROP = "none"
+RESIZE_MODES = ("bilinear", "bicubic", "nearest", "area", "lanczos")
+_PILLOW_FILTERS = {
+    "bilinear": Image.Resampling.BILINEAR,
+    "bicubic": Image.Resampling.BICUBIC,
+    "nearest": Image.Resampling.NEAREST,
+    "area": Image.Resampling.BOX,
+    "lanczos": Image.Resampling.LANCZOS,
+}
 _ORIENTATION_TAG = 0x0112
 _MAX_PIXELS = 1 << 29
 """Half a gigapixel: anything larger is taken for a decompression bomb."""
@@ -121,22 +130,43 @@ def _through_profile(image: Image.Image, profile: bytes) -> Image.Image:
     return image if converted is None else converted
 
 
+def _scale(image: torch.Tensor, size: tuple[int, int], resize_mode: str) -> torch.Tensor:
+    """uint8 [1,3,H,W] to another (width, height)."""
+    width, height = size
+    if resize_mode in ("bilinear", "bicubic"):
+        return torch.nn.functional.interpolate(image, size=(height, width), mode=resize_mode, antialias=True)
+    if resize_mode == "nearest":
+        return torch.nn.functional.interpolate(image, size=(height, width), mode="nearest-exact")
+    if resize_mode == "area":
+        scaled = torch.nn.functional.interpolate(image.float(), size=(height, width), mode="area")
+        return scaled.round().to(torch.uint8)
+    picture = Image.fromarray(image[0].permute(1, 2, 0).numpy()).resize(size, Image.Resampling.LANCZOS)
+    return torch.from_numpy(np.array(picture)).permute(2, 0, 1)[None]
+
+
 def fit_to_bucket(
-    pixels: Pixels, bucket: tuple[int, int], crop_mode: str = "center", seed: Seed = None
+    pixels: Pixels,
+    bucket: tuple[int, int],
+    crop_mode: str = "center",
+    seed: Seed = None,
+    resize_mode: str = "bicubic",
 ) -> tuple[torch.Tensor, tuple[int, int]]:
-    """The picture scaled to cover the bucket and cut to it: uint8 [3,H,W], and the window's offset."""
+    """The picture scaled to cover the bucket and cut to it: uint8 [3,H,W], and the window's offset.
+
+    With the crop mode ``none`` nothing is cut: the picture is scaled to the bucket, whatever its shape.
+    """
     width, height = bucket
-    scaled, (left, top) = choose_window(pixels, bucket, crop_mode, seed)
+    scaled, (left, top) = bucket, (0, 0)
+    if crop_mode != NO_CROP:
+        scaled, (left, top) = choose_window(pixels, bucket, crop_mode, seed)
     if scaled[0] * scaled[1] > _MAX_SCALED_SHARE * width * height:
         step_x, step_y = pixels.shape[1] / scaled[0], pixels.shape[0] / scaled[1]
         box = (left * step_x, top * step_y, (left + width) * step_x, (top + height) * step_y)
         box = (box[0], box[1], min(box[2], pixels.shape[1]), min(box[3], pixels.shape[0]))
-        window = Image.fromarray(pixels).resize(bucket, Image.Resampling.BICUBIC, box=box)
+        window = Image.fromarray(pixels).resize(bucket, _PILLOW_FILTERS[resize_mode], box=box)
         return torch.from_numpy(np.array(window)).permute(2, 0, 1), (left, top)
     # A view of [H,W,3] as [1,3,H,W] is what torch calls channels-last, for which it has a fast path.
     image = torch.from_numpy(pixels).permute(2, 0, 1)[None]
     if (image.shape[3], image.shape[2]) != scaled:
-        image = torch.nn.functional.interpolate(
-            image, size=(scaled[1], scaled[0]), mode="bicubic", antialias=True
-        )
+        image = _scale(image, scaled, resize_mode)
     return image[0, :, top : top + height, left : left + width].contiguous(), (left, top)

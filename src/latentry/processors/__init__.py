@@ -20,6 +20,8 @@ Fields = dict[str, torch.Tensor]
 PROCESSORS: dict[str, str] = {
     "tiny": "latentry.processors.tiny:TinyProcessor",
     "flux": "latentry.processors.flux:FluxProcessor",
+    "wan": "latentry.processors.wan:WanProcessor",
+    "hunyuan": "latentry.processors.hunyuan:HunyuanProcessor",
 }
 
 
@@ -34,14 +36,23 @@ class Processor(Protocol):
     def weights_identity(cls, model_name: str) -> str:
         """Names the weights, without loading them: another name means other latents."""
 
-    def encode_images(self, pixels: torch.Tensor, seeds: list[int] | None) -> torch.Tensor:
-        """uint8 [B,3,H,W] to latents [B,C,h,w] as they are stored; ``seeds`` samples instead of the mean."""
+    def encode_pixels(self, pixels: torch.Tensor, seeds: list[int] | None) -> torch.Tensor:
+        """uint8 [B,3,H,W] or [B,3,T,H,W] to latents [B,C,h,w] or [B,C,t,h,w] as they are stored.
+
+        ``seeds``, one per sample, draws from the posterior instead of taking its mean.
+        """
 
     def encode_texts(self, captions: list[str]) -> list[Fields]:
         """For each caption the fields that its samples' files hold."""
 
-    def decode_images(self, latents: torch.Tensor) -> torch.Tensor:
-        """Stored latents [B,C,h,w] back to uint8 [B,3,H,W]."""
+    def media_fields(self, pixels: torch.Tensor) -> list[Fields]:
+        """For each sample the fields, besides latents, that come from its pixels; mostly none."""
+
+    def decode_latents(self, latents: torch.Tensor) -> torch.Tensor:
+        """Stored latents back to uint8 pixels."""
+
+    def enable_tiling(self) -> bool:
+        """Encode in tiles from now on, to need less memory; False if that is so already, or cannot be."""
 
 
 def processor_class(name: str) -> type[Processor]:

@@ -1,15 +1,19 @@
-"""Finding and naming a model in the diffusers layout, without loading it."""
+"""What all models in the diffusers layout share: being found, being named, being sampled from."""
 
 from __future__ import annotations
 
 import hashlib
 import importlib.util
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from latentry.errors import ModelError
+from latentry.storage import content_digest
 
-_SAMPLED_BLOCKS = 64
-_BLOCK_BYTES = 1 << 16
 _INSTALL = "pip install 'latentry[models]'"
 
 
@@ -20,11 +24,11 @@ def require_packages(*packages: str) -> None:
         raise ModelError(f"this processor needs {', '.join(missing)}; install with: {_INSTALL}")
 
 
-def model_folder(model_name: str, components: tuple[str, ...]) -> Path:
+def model_folder(model_name: str, components: tuple[str, ...], optional: tuple[str, ...] = ()) -> Path:
     """The folder that holds these components: the name itself if it is one, else a download from the hub."""
     folder = Path(model_name).expanduser()
     if not folder.is_dir():
-        folder = _from_hub(model_name, components)
+        folder = _from_hub(model_name, components + optional)
     missing = [name for name in components if not (folder / name).is_dir()]
     if missing:
         raise ModelError(
@@ -50,20 +54,37 @@ def _from_hub(model_name: str, components: tuple[str, ...]) -> Path:
 
 
 def folder_identity(folder: Path, components: tuple[str, ...]) -> str:
-    """A digest of the components: small files whole, weights by size and sixty-four samples of their bytes.
-
-    Reading some megabytes tells two checkpoints apart as surely as reading all their gigabytes.
-    """
+    """A digest of the components' files."""
     digest = hashlib.blake2b(digest_size=16)
     for component in components:
         for path in sorted(p for p in (folder / component).rglob("*") if p.is_file()):
-            size = path.stat().st_size
-            digest.update(f"{path.relative_to(folder).as_posix()} {size}\n".encode())
-            with open(path, "rb") as file:
-                if size <= _SAMPLED_BLOCKS * _BLOCK_BYTES:
-                    digest.update(file.read())
-                    continue
-                for i in range(_SAMPLED_BLOCKS):
-                    file.seek((size - _BLOCK_BYTES) * i // (_SAMPLED_BLOCKS - 1))
-                    digest.update(file.read(_BLOCK_BYTES))
+            digest.update(f"{path.relative_to(folder).as_posix()} {content_digest(path)}\n".encode())
     return digest.hexdigest()
+
+
+@contextmanager
+def loading(folder: Path) -> Iterator[None]:
+    """Turns what the model libraries raise for missing or unusable files into one line."""
+    try:
+        yield
+    except (OSError, ValueError, KeyError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise ModelError(f"the model in {folder} cannot be loaded: {reason}") from None
+
+
+def scaled_pixels(pixels: torch.Tensor, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    """uint8 to -1 … 1, by the steps that diffusers' image processors take."""
+    return pixels.to(device, dtype) / 255 * 2 - 1
+
+
+def unscaled_pixels(pixels: torch.Tensor) -> torch.Tensor:
+    """-1 … 1 back to uint8."""
+    return ((pixels.float() / 2 + 0.5).clamp(0, 1) * 255).round().to(torch.uint8).cpu()
+
+
+def draw(posterior: Any, seeds: list[int]) -> torch.Tensor:
+    """One draw per sample from its own generator, so that neither batch nor order matters."""
+    shape = posterior.mean.shape[1:]
+    noise = [torch.randn(shape, generator=torch.Generator().manual_seed(seed)) for seed in seeds]
+    drawn: torch.Tensor = posterior.mean + posterior.std * torch.stack(noise).to(posterior.mean)
+    return drawn

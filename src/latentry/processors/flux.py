@@ -11,9 +11,16 @@ from typing import Any
 
 import torch
 
-from latentry.errors import ModelError
 from latentry.processors import Fields
-from latentry.processors.diffusers_model import folder_identity, model_folder, require_packages
+from latentry.processors.diffusers_model import (
+    draw,
+    folder_identity,
+    loading,
+    model_folder,
+    require_packages,
+    scaled_pixels,
+    unscaled_pixels,
+)
 from latentry.records import ProcessorInfo
 
 T5_LENGTH = 512
@@ -24,7 +31,7 @@ _COMPONENTS = ("vae", "text_encoder", "tokenizer", "text_encoder_2", "tokenizer_
 class FluxProcessor:
     info = ProcessorInfo(
         name="flux",
-        media="image",
+        media=("image",),
         model="FLUX.1",
         model_type="flux",
         default_model_name="black-forest-labs/FLUX.1-dev",
@@ -38,15 +45,12 @@ class FluxProcessor:
 
         folder = model_folder(model_name, _COMPONENTS)
         self._device, self._dtype = device, dtype
-        try:
+        with loading(folder):
             self._vae: Any = AutoencoderKL.from_pretrained(folder, subfolder="vae", torch_dtype=dtype)
             self._clip: Any = CLIPTextModel.from_pretrained(folder, subfolder="text_encoder", dtype=dtype)
             self._t5: Any = T5EncoderModel.from_pretrained(folder, subfolder="text_encoder_2", dtype=dtype)
             self._clip_tokens: Any = AutoTokenizer.from_pretrained(folder, subfolder="tokenizer")
             self._t5_tokens: Any = AutoTokenizer.from_pretrained(folder, subfolder="tokenizer_2")
-        except (OSError, ValueError) as error:
-            reason = str(error).strip().partition("\n")[0]
-            raise ModelError(f"the model in {folder} cannot be loaded: {reason}") from None
         for module in (self._vae, self._clip, self._t5):
             module.to(device).eval().requires_grad_(False)
 
@@ -55,14 +59,14 @@ class FluxProcessor:
         return folder_identity(model_folder(model_name, _COMPONENTS), _COMPONENTS)
 
     @torch.inference_mode()
-    def encode_images(self, pixels: torch.Tensor, seeds: list[int] | None) -> torch.Tensor:
-        scaled = pixels.to(self._device, self._dtype) / 255 * 2 - 1
+    def encode_pixels(self, pixels: torch.Tensor, seeds: list[int] | None) -> torch.Tensor:
+        scaled = scaled_pixels(pixels, self._device, self._dtype)
         if (
             self._device.type == "cpu"
         ):  # the layout in which diffusers hands over a picture: same kernels, same bits
             scaled = scaled.to(memory_format=torch.channels_last)
         posterior = self._vae.encode(scaled).latent_dist
-        latents = posterior.mode() if seeds is None else _sample(posterior, seeds)
+        latents = posterior.mode() if seeds is None else draw(posterior, seeds)
         latents = (latents - self._vae.config.shift_factor) * self._vae.config.scaling_factor
         stored: torch.Tensor = latents.to(torch.float16)
         return stored
@@ -90,18 +94,16 @@ class FluxProcessor:
         return ids
 
     @torch.inference_mode()
-    def decode_images(self, latents: torch.Tensor) -> torch.Tensor:
+    def decode_latents(self, latents: torch.Tensor) -> torch.Tensor:
         latents = latents.to(self._device, self._dtype)
         latents = latents / self._vae.config.scaling_factor + self._vae.config.shift_factor
-        pixels = self._vae.decode(latents, return_dict=False)[0]
-        restored: torch.Tensor = ((pixels.float() / 2 + 0.5).clamp(0, 1) * 255).round().to(torch.uint8).cpu()
-        return restored
+        return unscaled_pixels(self._vae.decode(latents, return_dict=False)[0])
 
+    def media_fields(self, pixels: torch.Tensor) -> list[Fields]:
+        return [{} for _ in pixels]
 
-def _sample(posterior: Any, seeds: list[int]) -> torch.Tensor:
-    """One draw per sample from its own generator, so that neither batch nor order matters."""
-    noise = [
-        torch.randn(posterior.mean.shape[1:], generator=torch.Generator().manual_seed(seed)) for seed in seeds
-    ]
-    drawn: torch.Tensor = posterior.mean + posterior.std * torch.stack(noise).to(posterior.mean)
-    return drawn
+    def enable_tiling(self) -> bool:
+        if self._vae.use_tiling:
+            return False
+        self._vae.enable_tiling()
+        return True

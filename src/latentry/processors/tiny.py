@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+from collections.abc import Callable
 from importlib import resources
 
 import torch
@@ -25,7 +26,7 @@ _ASSET = resources.files("latentry.processors") / "assets" / "tiny_autoencoder.s
 class TinyProcessor:
     info = ProcessorInfo(
         name="tiny",
-        media="image",
+        media=("image", "video"),
         model="embedded autoencoder, for trying out and tests",
         model_type="tiny",
         default_model_name="embedded",
@@ -46,9 +47,12 @@ class TinyProcessor:
         return _autoencoder_identity() + TinyTextEncoder.identity()
 
     @torch.inference_mode()
-    def encode_images(self, pixels: torch.Tensor, seeds: list[int] | None) -> torch.Tensor:
+    def encode_pixels(self, pixels: torch.Tensor, seeds: list[int] | None) -> torch.Tensor:
         if seeds is not None:
             raise ConfigError("the tiny processor has no posterior to sample from; leave out --stochastic")
+        return _frame_by_frame(self._encode_pictures, pixels)
+
+    def _encode_pictures(self, pixels: torch.Tensor) -> torch.Tensor:
         scaled = pixels.to(self._device).to(self._dtype) / 127.5 - 1
         return self._autoencoder.encode(scaled).to(torch.float16)
 
@@ -61,10 +65,26 @@ class TinyProcessor:
             )
         return fields
 
+    def media_fields(self, pixels: torch.Tensor) -> list[Fields]:
+        return [{} for _ in pixels]
+
     @torch.inference_mode()
-    def decode_images(self, latents: torch.Tensor) -> torch.Tensor:
+    def decode_latents(self, latents: torch.Tensor) -> torch.Tensor:
+        return _frame_by_frame(self._decode_pictures, latents)
+
+    def _decode_pictures(self, latents: torch.Tensor) -> torch.Tensor:
         pixels = self._autoencoder.decode(latents.to(self._device, self._dtype))
         return ((pixels.float() + 1) * 127.5).round().clamp(0, 255).to(torch.uint8).cpu()
+
+    def enable_tiling(self) -> bool:
+        return False
+
+
+def _frame_by_frame(encode: Callable[[torch.Tensor], torch.Tensor], batch: torch.Tensor) -> torch.Tensor:
+    """[B,C,H,W] as it is; [B,C,T,H,W] one frame after the other, for which time means nothing here."""
+    if batch.ndim == 4:
+        return encode(batch)
+    return torch.stack([encode(frame) for frame in batch.unbind(dim=2)], dim=2)
 
 
 def _require_embedded(model_name: str) -> None:

@@ -14,7 +14,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from latentry.records import Failure
+from latentry.records import Bucket, Failure, bucket_name
 
 _WORST = 5
 _FAILURES_SHOWN = 10
@@ -32,13 +32,13 @@ class PrepareResult:
     num_removed: int
     """Samples of the cache whose source is gone."""
     failures: tuple[Failure, ...]
-    buckets: Mapping[tuple[int, int], int]
+    buckets: Mapping[Bucket, int]
     captions: Mapping[str, int]
     caption_problems: Mapping[str, str]
     devices: tuple[str, ...]
     duration_s: float
     size_bytes: int
-    psnr_db: Mapping[str, tuple[tuple[int, int], float]] = field(default_factory=dict)
+    psnr_db: Mapping[str, tuple[Bucket, float]] = field(default_factory=dict)
     """With ``verify``: name to bucket and decibels, for what this run encoded."""
 
     @property
@@ -47,7 +47,7 @@ class PrepareResult:
         return 2 if self.failures else 0
 
     @property
-    def images_per_s(self) -> float:
+    def samples_per_s(self) -> float:
         return self.num_encoded / self.duration_s if self.duration_s > 0 else 0.0
 
     def to_dict(self) -> dict[str, Any]:
@@ -60,12 +60,12 @@ class PrepareResult:
             "removed": self.num_removed,
             "failed": len(self.failures),
             "failures": [{"name": failure.name, "reason": failure.reason} for failure in self.failures],
-            "buckets": {f"{w}x{h}": count for (w, h), count in self.buckets.items()},
+            "buckets": {bucket_name(bucket): count for bucket, count in self.buckets.items()},
             "captions": dict(self.captions),
             "caption_problems": dict(self.caption_problems),
             "devices": list(self.devices),
             "duration_s": round(self.duration_s, 3),
-            "images_per_s": round(self.images_per_s, 3),
+            "samples_per_s": round(self.samples_per_s, 3),
             "size_bytes": self.size_bytes,
             "psnr_db": {name: round(value, 2) for name, (_, value) in self.psnr_db.items()},
             "exit_status": self.exit_status,
@@ -106,15 +106,15 @@ def _bucket_table(result: PrepareResult) -> Table:
     table = Table(title="plan" if result.dry_run else "cache", title_justify="left")
     table.add_column("bucket")
     table.add_column("samples", justify="right")
-    by_bucket: dict[tuple[int, int], list[float]] = {}
+    by_bucket: dict[Bucket, list[float]] = {}
     for bucket, value in result.psnr_db.values():
         by_bucket.setdefault(bucket, []).append(value)
     if by_bucket:
         table.add_column("mean PSNR", justify="right")
-    for (width, height), count in result.buckets.items():
-        values = by_bucket.get((width, height), [])
+    for bucket, count in result.buckets.items():
+        values = by_bucket.get(bucket, [])
         psnr = [f"{sum(values) / len(values):.1f} dB" if values else "-"] if by_bucket else []
-        table.add_row(f"{width}x{height}", str(count), *psnr)
+        table.add_row(bucket_name(bucket), str(count), *psnr)
     return table
 
 
@@ -131,7 +131,7 @@ def _sentence(result: PrepareResult) -> str:
     if not result.dry_run:
         size = f"{result.size_bytes / 1e6:.1f} MB"
         text += f"; {result.duration_s:.1f} s on {', '.join(result.devices)}"
-        text += f", {result.images_per_s:.1f} a second; {size} in {result.output_dir}"
+        text += f", {result.samples_per_s:.1f} a second; {size} in {result.output_dir}"
     return text
 
 

@@ -9,8 +9,6 @@ from pathlib import Path
 from latentry.errors import ConfigError
 from latentry.records import SourceFile
 
-IMAGE_SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".webp", ".bmp"})
-
 
 def list_folder(root: Path, suffixes: Collection[str], *, leave_out: Path | None = None) -> list[SourceFile]:
     """All files under ``root`` with one of these endings (any case), sorted by name.

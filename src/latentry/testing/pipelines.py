@@ -16,6 +16,17 @@ _SENTENCES = (
 )
 
 
+_T5_SHAPE: dict[str, Any] = {
+    "d_model": 32,
+    "d_kv": 8,
+    "d_ff": 37,
+    "num_layers": 2,
+    "num_heads": 4,
+    "feed_forward_proj": "gated-gelu",
+    "relative_attention_num_buckets": 8,
+}
+
+
 def make_flux_pipeline(folder: Path, seed: int = 0) -> Path:
     """A FLUX.1 of a few thousand weights: ``make_flux_pipeline(tmp_path / "flux")``."""
     from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransformer2DModel
@@ -36,18 +47,7 @@ def make_flux_pipeline(folder: Path, seed: int = 0) -> Path:
             projection_dim=32,
         )
     )
-    t5 = T5EncoderModel(
-        T5Config(
-            vocab_size=len(t5_tokenizer),
-            d_model=32,
-            d_kv=8,
-            d_ff=37,
-            num_layers=2,
-            num_heads=4,
-            feed_forward_proj="gated-gelu",
-            relative_attention_num_buckets=8,
-        )
-    )
+    t5 = T5EncoderModel(T5Config(vocab_size=len(t5_tokenizer), **_T5_SHAPE))
     vae = AutoencoderKL(
         down_block_types=("DownEncoderBlock2D",) * 4,
         up_block_types=("UpDecoderBlock2D",) * 4,
@@ -84,6 +84,131 @@ def make_flux_pipeline(folder: Path, seed: int = 0) -> Path:
     )
     pipeline.save_pretrained(folder)
     return folder
+
+
+def make_wan_pipeline(folder: Path, seed: int = 0) -> Path:
+    """A Wan 2.1 of a few thousand weights."""
+    from diffusers import AutoencoderKLWan, UniPCMultistepScheduler, WanPipeline, WanTransformer3DModel
+    from transformers import UMT5Config, UMT5EncoderModel
+
+    torch.manual_seed(seed)
+    tokenizer = _t5_tokenizer()
+    transformer = WanTransformer3DModel(
+        num_attention_heads=2,
+        attention_head_dim=12,
+        text_dim=32,
+        ffn_dim=32,
+        num_layers=1,
+        rope_max_seq_len=32,
+    )
+    pipeline = WanPipeline(
+        tokenizer=tokenizer,
+        text_encoder=UMT5EncoderModel(UMT5Config(vocab_size=len(tokenizer), **_T5_SHAPE)),
+        vae=AutoencoderKLWan(base_dim=8, z_dim=16, dim_mult=[1, 1, 1, 1], num_res_blocks=1),
+        scheduler=UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True),
+        transformer=transformer,
+    )
+    pipeline.save_pretrained(folder)
+    return folder
+
+
+def make_hunyuan_pipeline(folder: Path, *, image_to_video: bool = True, seed: int = 0) -> Path:
+    """A HunyuanVideo 1.5 of a few thousand weights, with SigLIP if it is for image-to-video."""
+    from diffusers import (
+        AutoencoderKLHunyuanVideo15,
+        FlowMatchEulerDiscreteScheduler,
+        HunyuanVideo15ImageToVideoPipeline,
+        HunyuanVideo15Pipeline,
+        HunyuanVideo15Transformer3DModel,
+    )
+    from diffusers.guiders import ClassifierFreeGuidance
+    from transformers import (
+        ByT5Tokenizer,
+        Qwen2_5_VLTextConfig,
+        Qwen2_5_VLTextModel,
+        SiglipImageProcessorPil,
+        SiglipVisionConfig,
+        SiglipVisionModel,
+        T5Config,
+        T5EncoderModel,
+    )
+
+    torch.manual_seed(seed)
+    tokenizer, glyph_tokenizer = _qwen_tokenizer(), ByT5Tokenizer()
+    parts: dict[str, Any] = {
+        "text_encoder": Qwen2_5_VLTextModel(
+            Qwen2_5_VLTextConfig(
+                vocab_size=len(tokenizer),
+                hidden_size=16,
+                intermediate_size=16,
+                num_hidden_layers=4,
+                num_attention_heads=2,
+                num_key_value_heads=2,
+                rope_scaling={"mrope_section": [1, 1, 2], "rope_type": "default", "type": "default"},
+            )
+        ),
+        "tokenizer": tokenizer,
+        "text_encoder_2": T5EncoderModel(T5Config(vocab_size=len(glyph_tokenizer), **_T5_SHAPE)),
+        "tokenizer_2": glyph_tokenizer,
+        "vae": AutoencoderKLHunyuanVideo15(
+            latent_channels=32,
+            block_out_channels=(16, 16, 16, 32, 64),
+            layers_per_block=1,
+            downsample_match_channel=True,
+            upsample_match_channel=True,
+        ),
+        "transformer": HunyuanVideo15Transformer3DModel(
+            num_attention_heads=2,
+            attention_head_dim=8,
+            num_layers=1,
+            num_refiner_layers=1,
+            mlp_ratio=2.0,
+            text_embed_dim=16,
+            text_embed_2_dim=32,
+            image_embed_dim=12,
+            rope_axes_dim=(2, 2, 4),
+        ),
+        "scheduler": FlowMatchEulerDiscreteScheduler(shift=7.0),
+        "guider": ClassifierFreeGuidance(guidance_scale=1.0),
+    }
+    if image_to_video:
+        vision = SiglipVisionConfig(
+            hidden_size=12,
+            intermediate_size=24,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            image_size=378,
+            patch_size=14,
+        )
+        parts["image_encoder"] = SiglipVisionModel(vision)
+        parts["feature_extractor"] = SiglipImageProcessorPil(size={"height": 378, "width": 378})
+    family = HunyuanVideo15ImageToVideoPipeline if image_to_video else HunyuanVideo15Pipeline
+    family(**parts).save_pretrained(folder)
+    return folder
+
+
+def _qwen_tokenizer() -> Any:
+    """Byte-level pairs trained on the spot, with a chat template."""
+    import json
+
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+    from transformers import Qwen2Tokenizer
+
+    trained = Tokenizer(models.BPE())
+    trained.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trained.train_from_iterator(
+        _SENTENCES * 50, trainers.BpeTrainer(vocab_size=600, initial_alphabet=alphabet, show_progress=False)
+    )
+    model = json.loads(trained.to_str())["model"]
+    tokenizer = Qwen2Tokenizer(vocab=model["vocab"], merges=[tuple(pair) for pair in model["merges"]])
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    tokenizer.chat_template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    tokenizer.padding_side = "right"
+    return tokenizer
 
 
 def _clip_tokenizer() -> Any:

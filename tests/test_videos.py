@@ -1,0 +1,481 @@
+"""The frame that is cached is the frame that was asked for: by content, in every codec and container."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import av
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import latentry
+from latentry import Recipe, prepare
+from latentry.datasets import TextToVideoDataset
+from latentry.errors import ConfigError, MediaError
+from latentry.media.kinds import VideoChoices, Videos
+from latentry.media.videos import probe_video, read_frames, read_timeline
+from latentry.processors import processor_class
+from latentry.testing import (
+    assert_same_cache,
+    make_counter_clip,
+    make_hunyuan_pipeline,
+    make_wan_pipeline,
+    read_counter,
+)
+from latentry.testing.media import counter_frame
+
+CPU = torch.device("cpu")
+
+
+def uneven(number: int) -> int:
+    """Milliseconds at which frames of a variable-rate clip are shown."""
+    return 40 * number + 300 * (number // 7) + (number * 37) % 30
+
+
+CODECS = [
+    ("a.mp4", "libx264", "yuv420p"),
+    ("a.mov", "libx264", "yuv444p"),
+    ("a.mkv", "libx264", "yuv420p10le"),
+    ("b.mp4", "libx265", "yuv420p"),
+    ("b.mkv", "libx265", "yuv420p10le"),
+    ("c.webm", "libvpx", "yuv420p"),
+    ("d.webm", "libvpx-vp9", "yuv420p"),
+    ("e.mkv", "libsvtav1", "yuv420p"),
+    ("e.mp4", "libsvtav1", "yuv420p10le"),
+    ("f.avi", "mpeg4", "yuv420p"),
+    ("f.mp4", "mpeg4", "yuv420p"),
+    ("g.avi", "mjpeg", "yuvj420p"),
+    ("h.mov", "prores_ks", "yuv422p10le"),
+]
+
+
+@pytest.fixture(autouse=True)
+def quiet_encoders(monkeypatch):
+    monkeypatch.setenv("SVT_LOG", "1")
+
+
+def frames_of(path: Path, wanted: list[int]) -> list[int]:
+    return read_frames(path, read_timeline(path), wanted, read_counter)
+
+
+# ---- frames ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "codec", "pixel_format"), CODECS)
+@pytest.mark.parametrize("ticks", [None, uneven], ids=["constant", "variable"])
+def test_frames_are_those_asked_for(tmp_path, name, codec, pixel_format, ticks):
+    if ticks and name.endswith(".avi"):
+        ticks = None  # this container has no time stamps to vary
+    clip = make_counter_clip(tmp_path / name, 60, codec=codec, pixel_format=pixel_format, ticks=ticks)
+    info = probe_video(clip)
+    assert (info.width, info.height, info.num_frames) == (96, 64, 60)
+    wanted = [59, 0, 13, 14, 14, 37, 58, 1]
+    assert frames_of(clip, wanted) == wanted
+    assert frames_of(clip, list(range(60))) == list(range(60))
+
+
+@pytest.mark.parametrize("ticks", [None, uneven], ids=["constant", "variable"])
+def test_sampling_by_time(tmp_path, ticks):
+    clip = make_counter_clip(tmp_path / "clip.mp4", 120, ticks=ticks)
+    times = [(uneven(i) - uneven(0)) / 1000 if ticks else i / 25 for i in range(120)]
+    medium = Videos(VideoChoices(target_fps=5, target_frames=13), "center", frame_step=4)
+    numbers = medium._clip(read_timeline(clip), 13)
+    shown = [max(i for i, time in enumerate(times) if time <= k / 5 + 1e-6) for k in range(13)]
+    assert numbers == shown
+    assert frames_of(clip, numbers) == shown
+
+
+def test_a_long_clip_is_sampled_evenly_over_its_whole_length(tmp_path):
+    clip = make_counter_clip(tmp_path / "clip.mp4", 100)
+    medium = Videos(VideoChoices(target_frames=9), "center", frame_step=4)
+    assert medium._clip(read_timeline(clip), 9) == [0, 12, 24, 37, 49, 61, 74, 86, 99]
+    assert medium.probe(clip).num_frames == 9
+    assert Videos(VideoChoices(), "center", frame_step=4).probe(clip).num_frames == 97
+
+
+@pytest.mark.parametrize("rotation", [90, 180, 270])
+def test_rotation_is_applied(tmp_path, rotation):
+    clip = make_counter_clip(tmp_path / "clip.mp4", 5, rotation=rotation)
+    info = probe_video(clip)
+    assert (info.width, info.height) == ((96, 64) if rotation == 180 else (64, 96))
+    (frame,) = read_frames(clip, read_timeline(clip), [3], lambda pixels: pixels)
+    expected = np.rot90(counter_frame(3), k=rotation // 90)
+    assert frame.shape == expected.shape
+    assert np.abs(frame.astype(int) - expected).mean() < 12
+
+
+def test_odd_sizes_and_single_frames(tmp_path):
+    clip = make_counter_clip(tmp_path / "clip.mkv", 1, size=(95, 63), pixel_format="yuv444p")
+    info = probe_video(clip)
+    assert (info.width, info.height, info.num_frames) == (95, 63, 1)
+    (shape,) = read_frames(clip, read_timeline(clip), [0], lambda pixels: pixels.shape)
+    assert shape == (63, 95, 3)
+
+
+@pytest.mark.parametrize("matrix", [1, 5])
+@pytest.mark.parametrize("colour_range", [1, 2])
+def test_colour_matrix_and_range_are_respected(tmp_path, matrix, colour_range):
+    path = tmp_path / "clip.mp4"
+    rgb = av.VideoFrame.from_ndarray(np.full((64, 96, 3), (200, 40, 90), np.uint8), format="rgb24")
+    frame = rgb.reformat(
+        format="yuv444p",
+        src_colorspace=matrix,
+        dst_colorspace=matrix,
+        src_color_range=2,
+        dst_color_range=colour_range,
+    )
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("libx264", rate=25, options={"qp": "0"})
+        stream.width, stream.height, stream.pix_fmt = 96, 64, "yuv444p"
+        stream.codec_context.colorspace, stream.codec_context.color_range = matrix, colour_range
+        frame.colorspace, frame.color_range, frame.pts = matrix, colour_range, 0
+        container.mux(stream.encode(frame))
+        container.mux(stream.encode(None))
+    (pixel,) = read_frames(path, read_timeline(path), [0], lambda pixels: pixels[30, 30].astype(int))
+    assert np.abs(pixel - (200, 40, 90)).max() <= 3
+
+
+def test_interlaced_frames_lose_their_combing(tmp_path):
+    path = tmp_path / "clip.mkv"
+    woven = counter_frame(0)
+    woven[::2, :48], woven[1::2, 48:] = 240, 240  # what two moments look like in one frame
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("libx264", rate=25, options={"qp": "0", "x264-params": "tff=1"})
+        stream.width, stream.height, stream.pix_fmt = 96, 64, "yuv444p"
+        for number in range(3):
+            frame = av.VideoFrame.from_ndarray(woven, format="rgb24")
+            frame.pts = number
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode(None))
+    (pixels,) = read_frames(path, read_timeline(path), [1], lambda pixels: pixels.astype(int))
+    assert np.abs(np.diff(pixels[4:60], axis=0)).max() < 40
+
+
+@pytest.mark.parametrize("kind", ["empty", "text", "cut", "audio"])
+def test_broken_files_are_media_errors(tmp_path, kind):
+    path = tmp_path / "clip.mp4"
+    if kind == "empty":
+        path.write_bytes(b"")
+    elif kind == "text":
+        path.write_text("not a film")
+    elif kind == "cut":
+        whole = make_counter_clip(path, 60).read_bytes()
+        path.write_bytes(whole[: len(whole) // 2])
+    else:
+        with av.open(str(path), "w") as container:
+            stream = container.add_stream("aac", rate=8000)
+            frame = av.AudioFrame.from_ndarray(np.zeros((1, 1024), np.float32), format="fltp", layout="mono")
+            frame.sample_rate, frame.pts = 8000, 0
+            container.mux(stream.encode(frame))
+            container.mux(stream.encode(None))
+    with pytest.raises(MediaError) as raised:
+        probe_video(path)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_truncated_tail_gives_what_is_there(tmp_path):
+    whole = make_counter_clip(tmp_path / "whole.mkv", 200).read_bytes()
+    cut = tmp_path / "cut.mkv"
+    cut.write_bytes(whole[: int(len(whole) * 0.6)])
+    timeline = read_timeline(cut)
+    assert 50 < timeline.num_frames < 200
+    assert frames_of(cut, [0, 10, 40]) == [0, 10, 40]
+
+
+def test_a_wrong_extension_does_not_matter(tmp_path):
+    clip = make_counter_clip(tmp_path / "clip.mkv", 10)
+    renamed = clip.rename(tmp_path / "clip.mp4")
+    assert frames_of(renamed, [9, 0]) == [9, 0]
+
+
+@pytest.mark.slow
+def test_memory_does_not_grow_with_the_film(tmp_path):
+    film = make_counter_clip(
+        tmp_path / "film.mp4", 1000, size=(1280, 720), gop_size=50, options={"preset": "ultrafast"}
+    )
+    code = f"""
+import resource
+from pathlib import Path
+from latentry.media.videos import read_frames, read_timeline
+from latentry.testing import read_counter
+import av
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+film = Path({str(film)!r})
+wanted = list(range(0, 1000, 25))
+assert read_frames(film, read_timeline(film), wanted, read_counter) == wanted
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
+"""
+    grown_mb = float(subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout)
+    assert grown_mb < 300
+
+
+# ---- processors -----------------------------------------------------------------------------
+
+CAPTIONS = ['a cat &amp; a "HELLO" sign', "waves  on the beach", ""]
+
+
+@pytest.fixture(scope="module")
+def wan_folder(tmp_path_factory):
+    return make_wan_pipeline(tmp_path_factory.mktemp("wan"))
+
+
+@pytest.fixture(scope="module")
+def hunyuan_folder(tmp_path_factory):
+    return make_hunyuan_pipeline(tmp_path_factory.mktemp("hunyuan"))
+
+
+def random_clip() -> torch.Tensor:
+    return torch.randint(
+        0, 256, (1, 3, 9, 64, 96), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)
+    )
+
+
+def as_pictures(clip: torch.Tensor) -> list[Image.Image]:
+    return [Image.fromarray(frame.permute(1, 2, 0).numpy()) for frame in clip.unbind(dim=1)]
+
+
+@torch.no_grad()
+def test_wan_equals_its_pipeline(wan_folder):
+    from diffusers import WanPipeline
+
+    wan = processor_class("wan")(str(wan_folder), CPU, torch.float32)
+    pipeline = WanPipeline.from_pretrained(wan_folder, transformer=None)
+    expected, _ = pipeline.encode_prompt(CAPTIONS, do_classifier_free_guidance=False)
+    text = torch.cat([fields["text_embeddings"] for fields in wan.encode_texts(CAPTIONS)])
+    assert text.shape == (3, 226, 32)
+    assert torch.equal(text, expected.bfloat16())
+    assert text[0].abs().sum() > 1
+    assert text[1, 100:].abs().sum() == 0
+
+    clip = random_clip()
+    posterior = pipeline.vae.encode(
+        pipeline.video_processor.preprocess_video([as_pictures(clip[0])])
+    ).latent_dist
+    mean = torch.tensor(pipeline.vae.config.latents_mean).view(1, -1, 1, 1, 1)
+    std = torch.tensor(pipeline.vae.config.latents_std).view(1, -1, 1, 1, 1)
+    latents = wan.encode_pixels(clip, None)
+    assert latents.shape == (1, 16, 3, 8, 12)
+    assert torch.equal(latents, ((posterior.mode() - mean) * (1.0 / std)).half())
+    assert wan.decode_latents(latents).shape == clip.shape
+
+
+def test_wan_ties_an_embedding_that_the_checkpoint_has_once(wan_folder, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    folder = Path(shutil.copytree(wan_folder, tmp_path / "wan"))
+    weights = folder / "text_encoder" / "model.safetensors"
+    tensors = load_file(weights)
+    tensors.pop("encoder.embed_tokens.weight", None)
+    assert "shared.weight" in tensors
+    save_file(tensors, weights, metadata={"format": "pt"})
+    whole, once = (processor_class("wan")(str(f), CPU, torch.float32) for f in (wan_folder, folder))
+    for mine, reference in zip(once.encode_texts(CAPTIONS), whole.encode_texts(CAPTIONS), strict=True):
+        assert torch.equal(mine["text_embeddings"], reference["text_embeddings"])
+        assert mine["text_embeddings"].abs().sum() > 0
+
+
+@torch.no_grad()
+def test_hunyuan_equals_its_pipeline(hunyuan_folder, tmp_path):
+    from diffusers import HunyuanVideo15ImageToVideoPipeline
+
+    hunyuan = processor_class("hunyuan")(str(hunyuan_folder), CPU, torch.float32)
+    pipeline = HunyuanVideo15ImageToVideoPipeline.from_pretrained(hunyuan_folder, transformer=None)
+    expected = pipeline.encode_prompt(CAPTIONS, batch_size=len(CAPTIONS))
+    fields = hunyuan.encode_texts(CAPTIONS)
+    for key, value in zip(
+        ("text_embeddings", "text_mask", "text_embeddings_2", "text_mask_2"), expected, strict=True
+    ):
+        mine = torch.cat([field[key] for field in fields])
+        assert torch.equal(mine, value.to(mine.dtype)), key
+    assert fields[0]["text_mask_2"].sum() > 0
+    assert fields[1]["text_mask_2"].sum() == 0
+
+    clip = random_clip()
+    pictures = as_pictures(clip[0])
+    posterior = pipeline.vae.encode(pipeline.video_processor.preprocess_video([pictures])).latent_dist
+    latents = hunyuan.encode_pixels(clip, None)
+    assert latents.shape == (1, 32, 3, 4, 6)
+    assert torch.equal(latents, (posterior.mode() * pipeline.vae.config.scaling_factor).half())
+    (media,) = hunyuan.media_fields(clip)
+    assert torch.equal(
+        media["image_embeds"], pipeline.encode_image(pictures[0], 1, CPU, torch.float32).bfloat16()
+    )
+    assert hunyuan.decode_latents(latents).shape == clip.shape
+
+    text_only = make_hunyuan_pipeline(tmp_path / "t2v", image_to_video=False)
+    assert processor_class("hunyuan")(str(text_only), CPU, torch.float32).media_fields(clip) == [{}]
+
+
+# ---- whole runs -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def clips(tmp_path) -> Path:
+    """Four counting clips of different shapes and lengths, with captions."""
+    folder = tmp_path / "clips"
+    (folder / "tall").mkdir(parents=True)
+    make_counter_clip(folder / "a.mp4", 40, size=(160, 96))
+    make_counter_clip(folder / "b.mkv", 25, size=(160, 96))
+    make_counter_clip(folder / "C.MOV", 40, size=(128, 128))
+    make_counter_clip(folder / "tall" / "d_long_walk.webm", 40, codec="libvpx", size=(96, 160))
+    (folder / "a.json").write_text(json.dumps({"caption": "counting up"}))
+    (folder / "meta.json").write_text(
+        json.dumps({"items": [{"file_name": "tall/d_long_walk.webm", "caption": "tall"}]})
+    )
+    return folder
+
+
+def tiny_recipe(**options) -> Recipe:
+    return Recipe(max_pixels=128 * 128, video=VideoChoices(**options), output_format="meta")
+
+
+def rows_of(cache: Path) -> list[dict]:
+    return json.loads((cache / "metadata_shard_0000.json").read_text())
+
+
+def test_clips_become_a_cache_that_trains(clips, tmp_path):
+    result = prepare(
+        tiny_recipe(target_frames=25), video_dir=clips, output_dir=tmp_path / "cache", verify=True
+    )
+    assert (result.num_encoded, result.failures) == (4, ())
+    assert all(value > 20 for _, value in result.psnr_db.values())
+    for row in rows_of(tmp_path / "cache"):
+        data = torch.load(row["cache_file"], weights_only=True)
+        width, height = row["bucket_resolution"]
+        assert row["num_frames"] == data["num_frames"] == 25
+        assert data["video_latents"].shape == (1, 16, 25, height // 8, width // 8)
+        assert data["text_embeddings"].shape == (1, 64, 64)
+        assert data["first_frame"].shape == (height, width, 3)
+        assert data["first_frame"].dtype == torch.uint8
+        assert read_counter(data["first_frame"].numpy()) == 0
+        assert data["processing_mode"] == "video"
+        assert data["deterministic_latents"] is True
+        assert Path(data["video_path"]).is_file()
+        decoded = processor_class("tiny")("embedded", CPU, torch.float32).decode_latents(
+            data["video_latents"]
+        )[0]
+        total = 25 if row["source_name"] == "b.mkv" else 40
+        expected = np.linspace(0, total - 1, 25).astype(int).tolist()
+        assert [read_counter(frame.permute(1, 2, 0).numpy()) for frame in decoded.unbind(1)] == expected
+
+    loader, _ = latentry.build_video_multiresolution_dataloader(
+        cache_dir=tmp_path / "cache", model_type="tiny", batch_size=2, drop_last=False, num_workers=0
+    )
+    shapes = sorted(tuple(batch["video_latents"].shape) for batch in loader)
+    assert [shape[0] for shape in shapes] == [1, 1, 2]
+
+
+def test_without_a_target_each_clip_is_as_long_as_it_allows(clips, tmp_path, wan_folder):
+    recipe = Recipe(processor="wan", model_name=str(wan_folder), max_pixels=64 * 64, video=VideoChoices())
+    prepare(recipe, video_dir=clips, output_dir=tmp_path / "cache")
+    assert {row["source_name"]: row["num_frames"] for row in rows_of(tmp_path / "cache")} == {
+        "C.MOV": 37, "a.mp4": 37, "b.mkv": 25, "tall/d_long_walk.webm": 37,
+    }  # fmt: skip
+    dataset = TextToVideoDataset(tmp_path / "cache")
+    assert all(len(key) == 3 for key in dataset.sorted_bucket_keys), (
+        "lengths differ, so they are part of the key"
+    )
+    for row in rows_of(tmp_path / "cache"):
+        data = torch.load(row["cache_file"], weights_only=True)
+        assert data["video_latents"].shape[2] == (row["num_frames"] - 1) // 4 + 1
+        assert data["model_version"] == "wan2.1"
+
+
+def test_frames_mode_makes_a_sample_of_each_frame(clips, tmp_path):
+    cache = tmp_path / "cache"
+    result = prepare(tiny_recipe(mode="frames", num_frames=8), video_dir=clips, output_dir=cache)
+    assert result.num_encoded == 32
+    rows = [row for row in rows_of(cache) if row["source_name"] == "a.mp4"]
+    assert [row["frame_index"] for row in rows] == list(range(8))
+    assert {row["total_frames_extracted"] for row in rows} == {8}
+    assert [row["source_frame_index"] for row in rows] == np.linspace(0, 39, 8).astype(int).tolist()
+    tiny = processor_class("tiny")("embedded", CPU, torch.float32)
+    for row in rows:
+        data = torch.load(row["cache_file"], weights_only=True)
+        assert data["video_latents"].shape[2] == 1
+        assert "first_frame" not in data
+        assert data["processing_mode"] == "frames"
+        assert data["prompt"] == "counting up"
+        picture = tiny.decode_latents(data["video_latents"])[0, :, 0].permute(1, 2, 0).numpy()
+        assert read_counter(picture) == row["source_frame_index"] == data["source_frame_index"]
+    again = prepare(tiny_recipe(mode="frames", num_frames=8), video_dir=clips, output_dir=cache)
+    assert (again.num_encoded, again.num_already_done) == (0, 32)
+    (clips / "a.json").write_text(json.dumps({"caption": "counting down"}))
+    changed = prepare(tiny_recipe(mode="frames", num_frames=8), video_dir=clips, output_dir=cache)
+    assert (changed.num_encoded, changed.num_already_done) == (8, 24)
+
+
+def test_short_clips_are_skipped_or_padded_on_request(clips, tmp_path):
+    skipped = prepare(tiny_recipe(target_frames=33), video_dir=clips, output_dir=tmp_path / "skip")
+    assert skipped.exit_status == 2
+    assert [(f.name, f.reason) for f in skipped.failures] == [
+        ("b.mkv", "has 25 frames, fewer than the 33 asked for")
+    ]
+    padded = prepare(
+        tiny_recipe(target_frames=33, short_clips="pad"), video_dir=clips, output_dir=tmp_path / "pad"
+    )
+    assert (padded.num_encoded, padded.failures) == (4, ())
+
+
+def test_sizes_that_do_not_fit_name_the_nearest(clips, tmp_path, wan_folder):
+    def wan(**options):
+        return Recipe(processor="wan", model_name=str(wan_folder), **options)
+
+    for recipe, says in (
+        (wan(video=VideoChoices(), size=(100, 64)), "multiples of 16; the nearest is 96x64"),
+        (wan(video=VideoChoices(target_frames=10)), r"takes 4n\+1; the nearest are 9 and 13"),
+        (Recipe(processor="flux", video=VideoChoices()), "encodes images, not videos"),
+        (wan(), "encodes videos, not images"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            prepare(recipe, video_dir=clips, output_dir=tmp_path / "cache")
+    for options, says in (
+        ({"mode": "film"}, "mode 'film'"),
+        ({"resize_mode": "cubic"}, "resize_mode 'cubic'"),
+        ({"num_frames": 0}, "num_frames is 0"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            VideoChoices(**options)
+
+
+@pytest.mark.parametrize("resize_mode", ["bilinear", "bicubic", "nearest", "area", "lanczos"])
+def test_a_fixed_size_and_every_way_to_resize(clips, tmp_path, resize_mode):
+    recipe = Recipe(
+        video=VideoChoices(target_frames=5, resize_mode=resize_mode), size=(128, 64), crop_mode="none"
+    )
+    prepare(recipe, video_dir=clips, output_dir=tmp_path / "cache")
+    for row in rows_of(tmp_path / "cache"):
+        assert row["bucket_resolution"] == [128, 64]
+        assert row["bucket_id"] is None
+        frame = torch.load(row["cache_file"], weights_only=True)["first_frame"].numpy()
+        assert read_counter(frame) == 0
+
+
+@pytest.mark.slow
+def test_two_workers_and_one_make_the_same_cache(clips, tmp_path):
+    (clips / "broken.mp4").write_bytes(b"nothing")
+    command = [sys.executable, "-m", "latentry", "video", "--video_dir", str(clips), "--target_frames", "9"]
+    for devices in ("cpu", "cpu,cpu"):
+        done = subprocess.run(
+            [
+                *command,
+                "--max_pixels",
+                "16384",
+                "--devices",
+                devices,
+                "--output_dir",
+                str(tmp_path / devices),
+            ],
+            capture_output=True,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        assert done.returncode == 2, done.stderr
+    assert_same_cache(tmp_path / "cpu", tmp_path / "cpu,cpu")
