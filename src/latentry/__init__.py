@@ -24,9 +24,11 @@ if TYPE_CHECKING:
         build_video_multiresolution_dataloader as build_video_multiresolution_dataloader,
     )
     from latentry.loader import from_config as from_config
+    from latentry.media.kinds import VideoChoices as VideoChoices
     from latentry.plan import Recipe as Recipe
     from latentry.preparation import prepare as prepare
     from latentry.sampler import SequentialBucketSampler as SequentialBucketSampler
+    from latentry.verification import verify_cache as verify_cache
 
 __version__ = "0.1.0"
 
@@ -37,6 +39,7 @@ _HOME = {
     "LatentryError": "errors",
     "MultiTierBucketCalculator": "buckets",
     "Recipe": "plan",
+    "VideoChoices": "media.kinds",
     "SequentialBucketSampler": "sampler",
     "StateError": "errors",
     "TextToImageDataset": "datasets",
@@ -45,6 +48,7 @@ _HOME = {
     "build_video_multiresolution_dataloader": "loader",
     "from_config": "loader",
     "prepare": "preparation",
+    "verify_cache": "verification",
 }
 """Where each public name lives."""
 

@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None, prog: str = "latentry") -> int:
     if options.list_processors:
         options.run = _list_processors
     elif options.run is None:
-        parser.error("name a command: image, video, processors")
+        parser.error("name a command: image, video, verify, processors")
     try:
         signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
         status: int = options.run(options)
@@ -59,6 +59,7 @@ def _build_parser(prog: str) -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", parser_class=_Parser)
     _add_image(commands.add_parser("image", help="encode a folder of images into a cache"))
     _add_video(commands.add_parser("video", help="encode a folder of clips into a cache"))
+    _add_verify(commands.add_parser("verify", help="check a finished cache, file by file"))
     processors = commands.add_parser("processors", help="list the processors")
     processors.set_defaults(run=_list_processors)
     return parser
@@ -122,6 +123,20 @@ def _add_video(parser: argparse.ArgumentParser) -> None:
         action="store_false",
         help="the posterior's mean (default)",
     )
+
+
+def _add_verify(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(run=_verify)
+    parser.add_argument("cache_dir", help="the folder of the cache")
+    _flag(
+        parser,
+        "--decode",
+        action="store_true",
+        help="load the cache's model and compare latents with their sources",
+    )
+    _flag(parser, "--devices", default="auto", help="where to decode: auto, cpu or cuda:0")
+    _flag(parser, "--quiet", action="store_true", help="say nothing but errors")
+    _flag(parser, "--json", action="store_true", help="print the result as JSON")
 
 
 def _add_common(parser: argparse.ArgumentParser, where: Any, *, preset: str, output_format: str) -> Any:
@@ -238,6 +253,24 @@ def _prepare(options: argparse.Namespace, more: dict[str, Any], **where: Any) ->
         Console().print(result)
         for failure in result.failures if options.dry_run else ():
             print(f"{failure.name} {failure.reason}")
+    return result.exit_status
+
+
+def _verify(options: argparse.Namespace) -> int:
+    from latentry.preparation import Progress
+    from latentry.verification import verify_cache
+
+    with _progress(quiet=options.quiet) as on_progress:
+        result = verify_cache(
+            options.cache_dir,
+            decode=options.decode,
+            device=options.devices,
+            on_progress=lambda done, total: on_progress(Progress("verify", done, total)),
+        )
+    if options.json:
+        print(json.dumps(result.to_dict(), indent=2))
+    elif not options.quiet:
+        print(result)
     return result.exit_status
 
 

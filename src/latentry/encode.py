@@ -239,13 +239,14 @@ class TaskRunner:
         name = hashlib.blake2b(identity.encode(), digest_size=16).hexdigest()
         width, height = sample.bucket
         path = self._output / f"{width}x{height}" / f"{name}.{self._recipe.output_format}"
+        content = cache_file_bytes(data, self._recipe.output_format)
         try:
-            write_cache_file(path, cache_file_bytes(data, self._recipe.output_format))
+            write_cache_file(path, content)
         except OSError as error:
             raise RunError(
                 f"{path} cannot be written: {error.strerror}; what is committed is kept, and the same command goes on"
             ) from None
-        return metadata_row(sample, data, path, decoded.digest)
+        return metadata_row(sample, data, path, decoded.digest, content_digest(path))
 
 
 def latent_problem(latent: torch.Tensor) -> str | None:

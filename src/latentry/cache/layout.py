@@ -75,7 +75,7 @@ def video_file(
 
 
 def metadata_row(
-    sample: PlannedSample, data: dict[str, Any], cache_file: Path, digest: str
+    sample: PlannedSample, data: dict[str, Any], cache_file: Path, source_digest: str, file_digest: str
 ) -> dict[str, object]:
     """The row of a sample, with what the next run needs to tell whether it has changed."""
     source_key = "image_path" if "image_path" in data else "video_path"
@@ -100,7 +100,8 @@ def metadata_row(
         "source_name": sample.file.name,
         "source_bytes": sample.file.size_bytes,
         "source_modified_ns": sample.file.modified_ns,
-        "source_digest": digest,
+        "source_digest": source_digest,
+        "file_digest": file_digest,
     }
 
 
