@@ -97,6 +97,9 @@ def test_meta_json_in_its_forms(folder, wrap, key):
         ("a.json", {"text": "x"}, "has no text under 'caption'"),
         ("a.json", {"caption": 5}, "has no text under 'caption'"),
         ("a.json", [1, 2], "has no text under 'caption'"),
+        ("a.json", "null", "has no text under 'caption'"),
+        ("a.json", "[" * 100_000, "is not valid JSON"),
+        ("a.json", '{"caption": "\\ud83d"}', "has half a character"),
         ("a.txt", "  \n", "is empty"),
         ("list.jsonl", ["{broken", {"file_name": "b.jpg", "internvl": "b"}], "has none of file_name"),
         ("list.jsonl", [{"file_name": "a.jpg"}], "has no text under 'internvl'"),
@@ -110,6 +113,16 @@ def test_unusable_captions_are_noted_and_the_next_is_asked(folder, name, content
     assert not rest
     assert name in where
     assert problem in noted
+
+
+def test_odd_characters_inside_a_caption_are_kept(folder):
+    text = "one\u2028two\u0085three"
+    (folder.root / "list.jsonl").write_text(
+        json.dumps({"file_name": "a.jpg", "internvl": text}, ensure_ascii=False), "utf-8"
+    )
+    caption, finder = find(folder, "a.jpg")
+    assert caption.text == text
+    assert not finder.problems
 
 
 def test_text_that_is_not_utf8_is_noted(folder):

@@ -135,6 +135,24 @@ def test_broken_pictures_are_media_errors(content):
     assert "\n" not in str(raised.value)
 
 
+def test_a_jpeg_a_little_out_of_order_is_read(photo):
+    content = encoded(photo.resize((64, 64)), "JPEG", quality=95)
+    start = content.index(b"\xff\xc0")
+    odd = content[:start] + b"\x00\x00" + content[start:]
+    assert np.abs(decode_image(odd).astype(int) - decode_image(content)).max() <= 3
+
+
+def test_sixteen_bit_transparency_is_white():
+    deep = Image.fromarray(np.full((4, 4), 1000, dtype=np.uint16))
+    assert (decode_image(encoded(deep, transparency=1000)) == 255).all()
+    assert (decode_image(encoded(deep, transparency=7)) == round(1000 / 257)).all()
+
+
+def test_large_pictures_are_read_without_a_warning(tmp_path):
+    Image.new("1", (20_000, 10_000)).save(tmp_path / "large.png")
+    assert probe_image(tmp_path / "large.png") == (20_000, 10_000)
+
+
 def test_bombs_are_refused(tmp_path):
     path = tmp_path / "bomb.png"
     header = bytearray(encoded(Image.new("1", (8, 8))))

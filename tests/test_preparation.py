@@ -21,7 +21,7 @@ import latentry
 from latentry import Recipe, plan, prepare
 from latentry.datasets import TextToImageDataset
 from latentry.encode import latent_problem
-from latentry.errors import ConfigError, RunError
+from latentry.errors import ConfigError, MetadataError, RunError
 from latentry.preparation import Progress
 from latentry.testing import assert_same_cache
 
@@ -423,35 +423,204 @@ def test_interrupted_after_each_task_it_goes_on(photos, tmp_path, undisturbed, m
 
 
 def test_killed_while_finishing_no_row_is_lost(photos, tmp_path, undisturbed, monkeypatch):
+    """Until metadata.json is replaced, the earlier cache opens as it was; then, the new one does."""
     from latentry.cache.workspace import Workspace
 
     cache = tmp_path / "cache"
     prepare(SMALL, image_dir=photos, output_dir=cache, shard_size=5, max_files=7)
-    write = Workspace._write_json
-    for allowed in range(1, 6):
+    earlier = len(TextToImageDataset(cache))
+    write, interruptions = Workspace._write_text, 0
+    for allowed in range(20):
 
-        def write_some(self, path, content, indent=None, budget=[allowed]):  # noqa: B006 - one per pass
+        def write_some(self, path, text, budget=[allowed]):  # noqa: B006 - one per pass
             if path.parent == cache:
                 budget[0] -= 1
                 if budget[0] < 0:
                     raise KeyboardInterrupt
-            write(self, path, content, indent)
+            write(self, path, text)
 
-        monkeypatch.setattr(Workspace, "_write_json", write_some)
-        with pytest.raises(KeyboardInterrupt) if allowed < 4 else _nothing():
-            prepare(SMALL, image_dir=photos, output_dir=cache, shard_size=5)
-    monkeypatch.setattr(Workspace, "_write_json", write)
-    result = prepare(SMALL, image_dir=photos, output_dir=cache, shard_size=5)
+        monkeypatch.setattr(Workspace, "_write_text", write_some)
+        try:
+            result = prepare(SMALL, image_dir=photos, output_dir=cache, shard_size=5)
+            break
+        except KeyboardInterrupt:
+            interruptions += 1
+            assert len(TextToImageDataset(cache)) in (earlier, 12)
+    assert interruptions >= 4
     assert result.num_already_done == 12
     assert [row["source_name"] for row in rows_of(cache)] == [
         row["source_name"] for row in rows_of(undisturbed)
     ]
+    assert len(list(TextToImageDataset(cache))) == 12
+    assert len(files_of(cache)) == 12
 
 
-def _nothing():
-    from contextlib import nullcontext
+def stopped_after(count: int):
+    """A progress callback that interrupts the run once so many samples are encoded."""
+    seen: list[Progress] = []
 
-    return nullcontext()
+    def stop(progress: Progress) -> None:
+        if progress.phase == "encode":
+            seen.append(progress)
+            if len(seen) > count:
+                raise KeyboardInterrupt
+
+    return stop
+
+
+def test_what_changed_between_a_stop_and_going_on_is_encoded_anew(photos, tmp_path, monkeypatch):
+    monkeypatch.setattr(plan, "TASK_SIZE", 2)
+    cache = tmp_path / "cache"
+    for attempt in range(3):
+        with pytest.raises(KeyboardInterrupt):
+            prepare(SMALL, image_dir=photos, output_dir=cache, on_progress=stopped_after(4))
+        for name in ("space/astronaut_portrait", "space/rocket_sideways", "home/chelsea"):
+            (photos / f"{name}.txt").write_text(f"caption {attempt}")
+    prepare(SMALL, image_dir=photos, output_dir=cache)
+    prepare(SMALL, image_dir=photos, output_dir=tmp_path / "fresh")
+    assert_same_cache(cache, tmp_path / "fresh")
+    prompts = {row["source_name"]: row["prompt"] for row in rows_of(cache)}
+    assert prompts["space/rocket_sideways.jpg"] == "caption 2"
+
+
+def test_an_input_that_now_fails_leaves_the_cache(photos, tmp_path):
+    prepare(SMALL, image_dir=photos, output_dir=tmp_path / "cache")
+    victim = photos / "space" / "astronaut.jpg"
+    victim.write_bytes(victim.read_bytes()[:30_000])
+    result = prepare(SMALL, image_dir=photos, output_dir=tmp_path / "cache")
+    assert [failure.name for failure in result.failures] == ["space/astronaut.jpg"]
+    assert len(rows_of(tmp_path / "cache")) == sum(result.buckets.values()) == 11
+
+
+def test_scattered_failures_do_not_add_up_when_tried_again(photos, tmp_path, monkeypatch):
+    monkeypatch.setattr("latentry.encode.MAX_FAILURES_IN_A_ROW", 3)
+    monkeypatch.setattr(plan, "TASK_SIZE", 4)
+    whole = (photos / "space" / "astronaut.jpg").read_bytes()
+    for i in range(6):
+        (photos / f"{i}_a_good.jpg").write_bytes(whole)
+        (photos / f"{i}_broken.jpg").write_bytes(whole[:20_000])
+    first = prepare(SMALL, image_dir=photos, output_dir=tmp_path / "cache")
+    assert len(first.failures) == 6
+    (photos / "new.jpg").write_bytes(whole)
+    second = prepare(SMALL, image_dir=photos, output_dir=tmp_path / "cache")
+    assert (second.num_encoded, len(second.failures)) == (1, 6)
+    with pytest.raises(KeyboardInterrupt):
+        prepare(SMALL, image_dir=photos, output_dir=tmp_path / "stopped", on_progress=stopped_after(12))
+    resumed = prepare(SMALL, image_dir=photos, output_dir=tmp_path / "stopped")
+    assert len(resumed.failures) == 6
+
+
+def test_overwriting_keeps_the_old_cache_until_the_new_one_is_there(photos, tmp_path):
+    cache = tmp_path / "cache"
+    prepare(SMALL, image_dir=photos, output_dir=cache)
+    other = Recipe(max_pixels=192 * 192)
+    with pytest.raises(ConfigError, match="stochastic"):
+        prepare(Recipe(stochastic=True), image_dir=photos, output_dir=cache, overwrite=True)
+    assert len(list(TextToImageDataset(cache))) == 12
+    with pytest.raises(KeyboardInterrupt):
+        prepare(other, image_dir=photos, output_dir=cache, overwrite=True, on_progress=stopped_after(8))
+    assert len(list(TextToImageDataset(cache))) == 12, "the old one still opens"
+    result = prepare(other, image_dir=photos, output_dir=cache, overwrite=True)
+    assert result.num_already_done > 0, "an interrupted overwrite goes on"
+    prepare(other, image_dir=photos, output_dir=tmp_path / "fresh")
+    assert_same_cache_but_shard_names(cache, tmp_path / "fresh")
+    again = prepare(other, image_dir=photos, output_dir=cache, overwrite=True)
+    assert again.num_encoded == 12, "a new overwrite starts over"
+
+
+def assert_same_cache_but_shard_names(first: Path, second: Path) -> None:
+    assert set(files_of(first)) == set(files_of(second))
+    assert [{**row, "cache_file": ""} for row in rows_of(first)] == [
+        {**row, "cache_file": ""} for row in rows_of(second)
+    ]
+
+
+def test_a_damaged_cache_file_is_noticed(photos, tmp_path):
+    cache = tmp_path / "cache"
+    prepare(SMALL, image_dir=photos, output_dir=cache)
+    emptied, flipped = sorted(cache.glob("*x*/*.pt"))[:2]
+    emptied.write_bytes(b"")
+    assert prepare(SMALL, image_dir=photos, output_dir=cache).num_encoded == 1
+    content = bytearray(flipped.read_bytes())
+    content[-9] ^= 1
+    flipped.write_bytes(content)
+    assert prepare(SMALL, image_dir=photos, output_dir=cache).num_encoded == 0, "its size is right"
+    assert prepare(SMALL, image_dir=photos, output_dir=cache, verify=True).num_encoded == 1
+
+
+def test_odd_names_links_and_captions(photos, tmp_path):
+    whole = (photos / "space" / "astronaut.jpg").read_bytes()
+    (photos / "x[").mkdir()
+    for name in ("with [brackets].jpg", "x[/b].jpg", "new\nline.jpg", "-dash.JPG", "ünï.jpeg"):
+        (photos / name).write_bytes(whole)
+    (photos / "bad [small].png").write_bytes(b"")
+    (photos / "dangling.jpg").symlink_to("nowhere")
+    os.mkfifo(photos / "pipe.png")
+    (photos / "loop").symlink_to(photos)
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "linked.jpg").write_bytes(whole)
+    (photos / "link").symlink_to(tmp_path / "elsewhere")
+    with open(os.fsencode(photos) + b"/caf\xe9.jpg", "wb") as file:
+        file.write(whole)
+    (photos / "-dash.json").write_text('{"caption": "half a character \\ud83d"}')
+    (photos / "x[/b].json").write_text("[" * 100_000)
+    result = prepare(SMALL, image_dir=photos, output_dir=tmp_path / "cache")
+    assert result.num_encoded == 12 + 5 + 1
+    assert {f.name: f.reason.split(":")[0] for f in result.failures} == {
+        "bad [small].png": "is not an image, or of an unknown kind",
+        "caf\\udce9.jpg": "its name is not valid UTF-8; rename it",
+        "dangling.jpg": "is a broken link",
+        "pipe.png": "is not a regular file",
+    }
+    assert "bad [small].png" in str(result)
+    assert len(result.caption_problems) == 2
+    assert len(list(TextToImageDataset(tmp_path / "cache"))) == 18
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda c: next((c / ".latentry" / "commits").iterdir()).write_text("{}"),
+        lambda c: next((c / ".latentry" / "commits").iterdir()).write_text('{"rows": [1], "failures": []}'),
+        lambda c: (c / ".latentry" / "recipe.json").write_text("{"),
+        lambda c: (c / "metadata.json").write_text('{"shards": [5]}'),
+        lambda c: (c / "metadata.json").write_text('{"shards": [], "format_version": 99, "recipe": {}}'),
+    ],
+)
+def test_damaged_state_is_one_line(photos, tmp_path, monkeypatch, damage):
+    monkeypatch.setattr(plan, "TASK_SIZE", 2)
+    with pytest.raises(KeyboardInterrupt):
+        prepare(SMALL, image_dir=photos, output_dir=tmp_path / "cache", on_progress=stopped_after(4))
+    damage(tmp_path / "cache")
+    with pytest.raises((MetadataError, RunError), match=r"damaged|format_version 99") as raised:
+        prepare(SMALL, image_dir=photos, output_dir=tmp_path / "cache")
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.slow
+def test_workers_end_with_their_parent(photos, tmp_path):
+    process = start(photos, tmp_path / "cache", devices="cpu,cpu")
+    while not list((tmp_path / "cache").glob("*x*")):
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.01)
+    os.kill(process.pid, signal.SIGKILL)
+    process.communicate()
+    deadline = time.monotonic() + 20
+    while _group_alive(process.pid):
+        assert time.monotonic() < deadline, "workers live on"
+        time.sleep(0.1)
+
+
+def _group_alive(group: int) -> bool:
+    """Whether a process of this group still runs (a zombie does not)."""
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = status.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if fields[2] == str(group) and fields[0] != "Z":
+            return True
+    return False
 
 
 @pytest.mark.slow

@@ -19,6 +19,7 @@ from latentry.records import Caption
 CAPTION_FORMATS = ("auto", "sidecar", "txt", "jsonl", "meta_json")
 _AUTO_ORDER = ("sidecar", "txt", "jsonl")
 _NAME_FIELDS = ("file_name", "filename")
+_NOT_CAPTIONS = ("failures.jsonl",)  # our own, where a cache lies in its source's folder
 
 
 class CaptionFinder:
@@ -71,8 +72,10 @@ class CaptionFinder:
         sidecar = self._root / path.with_suffix(".json")
         if not sidecar.is_file():
             return None
-        content = self._read_json(sidecar)
-        if content is None:
+        try:
+            content = json.loads(self._read_text(sidecar) or "")
+        except (ValueError, RecursionError) as error:
+            self._note(sidecar, f"is not valid JSON: {error}")
             return None
         return self._field_of(content, self._json_field, sidecar)
 
@@ -99,7 +102,9 @@ class CaptionFinder:
 
     def _lists_in(self, folder: Path, picture: PurePosixPath | None) -> Iterator[Path]:
         if folder not in self._line_files:
-            self._line_files[folder] = sorted(p for p in folder.glob("*.jsonl") if p.is_file())
+            self._line_files[folder] = sorted(
+                p for p in folder.glob("*.jsonl") if p.is_file() and p.name not in _NOT_CAPTIONS
+            )
         yield from self._line_files[folder]
         if picture is not None and "_sample" in picture.name:
             shared = folder / f"{picture.name.rpartition('_sample')[0]}_internvl.json"
@@ -140,18 +145,15 @@ class CaptionFinder:
 
     def _field_of(self, entry: Any, field: str, where: Path | str) -> str | None:
         value = entry.get(field) if isinstance(entry, dict) else None
-        if isinstance(value, str) and value.strip():
-            return value.strip()
-        self._note(where, f"has no text under {field!r}")
-        return None
-
-    def _read_json(self, file: Path) -> Any:
-        text = self._read_text(file)
-        try:
-            return None if text is None else json.loads(text)
-        except ValueError as error:
-            self._note(file, f"is not valid JSON: {error}")
+        if not (isinstance(value, str) and value.strip()):
+            self._note(where, f"has no text under {field!r}")
             return None
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            self._note(where, f"has half a character under {field!r}")
+            return None
+        return value.strip()
 
     def _read_text(self, file: Path) -> str | None:
         try:
@@ -177,11 +179,11 @@ def _json_lines(text: str) -> Iterator[tuple[str, Any]]:
     if text.lstrip().startswith("["):
         yield from _json_items(text)
         return
-    for number, line in enumerate(text.splitlines(), start=1):
+    for number, line in enumerate(text.split("\n"), start=1):  # other line ends may stand inside a caption
         if line.strip():
             try:
                 yield f"line {number}", json.loads(line)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 yield f"line {number} ({error})", None
 
 
@@ -189,7 +191,7 @@ def _json_items(text: str) -> Iterator[tuple[str, Any]]:
     """The entries of a JSON list, or of the list under ``items`` or ``data``."""
     try:
         content = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"is not valid JSON: {error}") from None
     if isinstance(content, dict):
         content = next(

@@ -7,6 +7,7 @@ import json
 import signal
 import sys
 import time
+import warnings
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -34,6 +35,7 @@ def main(arguments: Sequence[str] | None = None, prog: str = "latentry") -> int:
         options.run = _list_processors
     elif options.run is None:
         parser.error("name a command: image, video, verify, processors")
+    warnings.filterwarnings("ignore", module="PIL")  # what a picture's header has wrong is no news here
     try:
         signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
         status: int = options.run(options)

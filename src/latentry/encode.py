@@ -95,6 +95,7 @@ class TaskRunner:
         self._verify = verify
         self._on_outcome = on_outcome
         self._failures_in_a_row = 0
+        self._counts_failures = True
 
     def run(self, task: Task) -> Commit:
         """Encode and write the task's samples; what is returned is still to be committed."""
@@ -104,6 +105,7 @@ class TaskRunner:
         with ThreadPoolExecutor(self._num_threads) as readers, ThreadPoolExecutor(2) as writers:
             try:
                 texts = _Texts(self._processor, task.samples)
+                self._counts_failures = not task.retry
                 for batch in self._batches(task.samples, readers, failures):
                     for data, sample in self._encode_batch(batch, texts, failures):
                         writing.append(writers.submit(self._write, data, sample))
@@ -160,7 +162,7 @@ class TaskRunner:
     def _fail(self, sample: PlannedSample, reason: str, failures: list[Failure]) -> None:
         failures.append(Failure(sample.name, reason))
         self._on_outcome(Outcome(sample.name, failure=reason))
-        self._failures_in_a_row += 1
+        self._failures_in_a_row += self._counts_failures
         if self._failures_in_a_row >= MAX_FAILURES_IN_A_ROW:
             raise RunError(
                 f"{MAX_FAILURES_IN_A_ROW} inputs in a row failed, the last one {sample.name}: {reason}; "

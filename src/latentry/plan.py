@@ -144,13 +144,21 @@ class Plan:
 
     def buckets(self) -> dict[Bucket, int]:
         """Samples per bucket once the plan is carried out, smallest bucket first."""
-        counts: Counter[Bucket] = Counter()
+        planned = Counter({task.bucket: 0 for task in self.tasks})
         for task in self.tasks:
-            counts[task.bucket] += len(task.samples)
-        for row in self.done.values():
-            width, height = row["bucket_resolution"]
-            counts[width, height, row.get("num_frames")] += 1
-        return dict(sorted(counts.items(), key=lambda item: _bucket_rank(item[0])))
+            planned[task.bucket] += len(task.samples)
+        return count_buckets(self.done.values(), planned)
+
+
+def count_buckets(
+    rows: Iterable[Mapping[str, Any]], more: Mapping[Bucket, int] | None = None
+) -> dict[Bucket, int]:
+    """Rows per bucket, smallest bucket first."""
+    counts: Counter[Bucket] = Counter(more or {})
+    for row in rows:
+        width, height = row["bucket_resolution"]
+        counts[width, height, row.get("num_frames")] += 1
+    return dict(sorted(counts.items(), key=lambda item: _bucket_rank(item[0])))
 
 
 def make_plan(
@@ -161,6 +169,7 @@ def make_plan(
     finder: CaptionFinder,
     *,
     known: Mapping[str, Mapping[str, Any]],
+    unreadable: Sequence[Failure] = (),
     failed_before: Iterable[str] = (),
     on_progress: Callable[[int], None] = lambda _: None,
 ) -> Plan:
@@ -170,7 +179,11 @@ def make_plan(
         known_of_file[row["source_name"]].append(name)
     done: dict[str, Mapping[str, Any]] = {}
     waiting: list[tuple[SourceFile, Caption]] = []
+    unnameable = []
     for file in files:
+        if not _is_text(file.name):
+            unnameable.append(Failure(ascii(file.name)[1:-1], "its name is not valid UTF-8; rename it"))
+            continue
         caption = finder.find(file.name)
         rows = {name: known[name] for name in known_of_file[file.name]}
         if rows and all(_unchanged(row, len(rows), caption, file, root) for row in rows.values()):
@@ -189,7 +202,7 @@ def make_plan(
     return Plan(
         tasks=tuple(_cut(again, frozenset(failed_before))),
         done=done,
-        skipped=tuple(skipped),
+        skipped=(*unreadable, *unnameable, *skipped),
         files=frozenset(names),
         vanished=tuple(
             name
@@ -218,6 +231,15 @@ def bucket_chooser(recipe: ResolvedRecipe) -> BucketChooser:
         return [(number, calculator.get_bucket_by_id(number)["resolution"]) for number in ids]
 
     return choose
+
+
+def _is_text(name: str) -> bool:
+    """Whether the name can be written down: file systems allow bytes that are no characters."""
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _unchanged(
@@ -288,4 +310,4 @@ def _cut(samples: Iterable[PlannedSample], failed_before: frozenset[str]) -> Ite
         for start in range(0, len(group), TASK_SIZE):
             part = tuple(group[start : start + TASK_SIZE])
             text = "\n".join([bucket_name(bucket), *(f"{s.name} {s.file} {s.caption}" for s in part)])
-            yield Task(hashlib.blake2b(text.encode(), digest_size=8).hexdigest(), bucket, part)
+            yield Task(hashlib.blake2b(text.encode(), digest_size=8).hexdigest(), bucket, part, again)

@@ -18,11 +18,12 @@ from latentry.captions import CaptionFinder
 from latentry.encode import Outcome
 from latentry.engines.local import Job, find_devices, run_tasks
 from latentry.errors import ConfigError, RunError
-from latentry.plan import Plan, Recipe, ResolvedRecipe, bucket_chooser, make_plan
+from latentry.plan import Plan, Recipe, ResolvedRecipe, bucket_chooser, count_buckets, make_plan
 from latentry.processors import Processor, processor_class
 from latentry.records import Bucket, Commit, Failure
 from latentry.report.summary import PrepareResult
 from latentry.sources.folder import list_folder
+from latentry.storage import content_digest
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,21 +82,23 @@ def prepare(
     model_name = recipe.model_name or family.info.default_model_name
     resolved = _resolve(recipe, family, model_name, device_names)
     choose_buckets, medium = bucket_chooser(resolved), resolved.medium()
-    files = list_folder(source, medium.suffixes, leave_out=output)[:max_files]
+    files, unreadable = list_folder(source, medium.suffixes, leave_out=output)
+    files = files[:max_files]
     finder = CaptionFinder(source, recipe.caption_format, recipe.caption_field)
 
-    def plan_for(workspace: Workspace) -> Plan:
+    def plan_for(workspace: Workspace, known: Mapping[str, Mapping[str, Any]]) -> Plan:
         plan = make_plan(
             files,
             source,
             medium,
             choose_buckets,
             finder,
-            known=workspace.rows(),
+            known=known,
+            unreadable=unreadable,
             failed_before=workspace.failed_before(),
             on_progress=lambda done: on_progress(Progress("plan", done, len(files))),
         )
-        if plan.vanished and not plan.done and not overwrite:
+        if plan.vanished and not plan.done:
             raise RunError(
                 f"none of the {len(plan.vanished)} samples in {output} comes from {source}; choose another "
                 "output_dir, or replace that cache with --overwrite"
@@ -106,16 +109,17 @@ def prepare(
         workspace = Workspace(output)
         if not overwrite:
             _check_recipe(workspace, resolved)
-        plan = plan_for(workspace if not overwrite else Workspace(output / "nothing here yet"))
-        return _result(plan, output, device_names, started, dry_run=True)
+        plan = plan_for(workspace, {} if overwrite else workspace.rows(resolved.fingerprint))
+        return _result(plan, output, device_names, started, plan.buckets(), dry_run=True)
 
     with Workspace.opened(output) as workspace:
-        if overwrite:
-            workspace.clear()
-        else:
+        if not overwrite:
             _check_recipe(workspace, resolved)
-        workspace.record_recipe(asdict(resolved))
-        plan = plan_for(workspace)
+        workspace.begin(asdict(resolved), overwrite=overwrite)
+        known = workspace.rows(resolved.fingerprint)
+        if verify:
+            known = {name: row for name, row in known.items() if _intact(row, output)}
+        plan = plan_for(workspace, known)
         watcher = _Watcher(plan, on_progress)
         job = Job(
             recipe=resolved,
@@ -126,8 +130,8 @@ def prepare(
             verify=verify,
         )
         run_tasks(job, plan.tasks, device_names, watcher)
-        rows = {**workspace.rows(), **plan.done}
-        kept = sorted(_kept(plan, rows), key=lambda row: (row["source_name"], row.get("frame_index", 0)))
+        encoded = workspace.committed(task.id for task in plan.tasks)
+        rows = _rows_to_keep(plan, known, encoded, source, output)
         failures = sorted([*plan.skipped, *watcher.failures], key=lambda failure: failure.name)
         header = {
             "processor": recipe.processor,
@@ -139,8 +143,8 @@ def prepare(
             "recipe": asdict(resolved),
             "fingerprint": resolved.fingerprint,
         }
-        workspace.finish([_placed(row, output) for row in kept], failures, shard_size, header)
-    return _result(plan, output, device_names, started, watcher=watcher)
+        workspace.finish(rows, failures, shard_size, header)
+    return _result(plan, output, device_names, started, count_buckets(rows), watcher=watcher)
 
 
 def _resolve(
@@ -197,21 +201,36 @@ def _check_recipe(workspace: Workspace, resolved: ResolvedRecipe) -> None:
         )
 
 
-def _kept(plan: Plan, rows: Mapping[str, Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The rows of this run, and those of inputs that this run left out but that still exist."""
-    here = {sample.name for task in plan.tasks for sample in task.samples} | set(plan.done)
-    gone = set(plan.vanished)
-    return [
-        row
-        for name, row in rows.items()
-        if name in here or (name not in gone and row["source_name"] not in plan.files)
-    ]
+def _intact(row: Mapping[str, Any], output: Path) -> bool:
+    """Whether the row's file has the bytes that were written."""
+    return bool(content_digest(_place(row, output)) == row["file_digest"])
 
 
-def _placed(row: Mapping[str, Any], output: Path) -> dict[str, Any]:
-    """The row with the path its file has now: the cache may have been moved since it was written."""
+def _place(row: Mapping[str, Any], output: Path) -> Path:
+    """Where the row's file is now: the cache may have been moved since it was written."""
     width, height = row["bucket_resolution"]
-    return {**row, "cache_file": str(output / f"{width}x{height}" / Path(row["cache_file"]).name)}
+    return output / f"{width}x{height}" / Path(row["cache_file"]).name
+
+
+def _rows_to_keep(
+    plan: Plan,
+    known: Mapping[str, Mapping[str, Any]],
+    encoded: Mapping[str, Mapping[str, Any]],
+    source: Path,
+    output: Path,
+) -> list[dict[str, Any]]:
+    """What the cache holds from now on: what was done, what was encoded, and what this run left out but exists."""
+    gone = set(plan.vanished)
+    left_out = {
+        name: row for name, row in known.items() if row["source_name"] not in plan.files and name not in gone
+    }
+    rows = []
+    for row in ({**left_out, **plan.done, **encoded}).values():
+        path_key = "image_path" if "image_path" in row else "video_path"
+        rows.append(
+            {**row, "cache_file": str(_place(row, output)), path_key: str(source / row["source_name"])}
+        )
+    return sorted(rows, key=lambda row: (row["source_name"], row.get("frame_index", 0)))
 
 
 class _Watcher:
@@ -242,15 +261,12 @@ def _result(
     output: Path,
     devices: Sequence[str],
     started: float,
+    buckets: Mapping[Bucket, int],
     *,
     dry_run: bool = False,
     watcher: _Watcher | None = None,
 ) -> PrepareResult:
     failures = [*plan.skipped, *(watcher.failures if watcher else [])]
-    failed = {failure.name for failure in failures}
-    buckets = plan.buckets()
-    for task in plan.tasks:
-        buckets[task.bucket] -= sum(sample.name in failed for sample in task.samples)
     return PrepareResult(
         output_dir=output,
         dry_run=dry_run,
@@ -258,7 +274,7 @@ def _result(
         num_already_done=len(plan.done),
         num_removed=len(plan.vanished),
         failures=tuple(sorted(failures, key=lambda failure: failure.name)),
-        buckets={bucket: count for bucket, count in buckets.items() if count},
+        buckets=buckets,
         captions=dict(plan.captions),
         caption_problems=plan.caption_problems,
         devices=tuple(devices),

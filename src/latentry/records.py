@@ -95,6 +95,8 @@ class Task:
     id: str
     bucket: Bucket
     samples: tuple[PlannedSample, ...]
+    retry: bool = False
+    """Whether its samples failed before; that they fail again says nothing new."""
 
 
 @dataclass(frozen=True, slots=True)

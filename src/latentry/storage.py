@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-import tempfile
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -38,23 +38,14 @@ def publish(path: Path) -> Iterator[Path]:
     >>> with publish(folder / "metadata.json") as draft:
     ...     draft.write_text("{}")
     """
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
-    os.close(handle)
-    draft = Path(name)
+    draft = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
     try:
         yield draft
         with open(draft, "rb") as written:
             os.fsync(written.fileno())
-        os.chmod(draft, 0o666 & ~_umask())
         os.replace(draft, path)
     finally:
         draft.unlink(missing_ok=True)
-
-
-def _umask() -> int:
-    current = os.umask(0)
-    os.umask(current)
-    return current
 
 
 def content_digest(path: Path) -> str:

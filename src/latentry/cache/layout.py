@@ -101,6 +101,7 @@ def metadata_row(
         "source_bytes": sample.file.size_bytes,
         "source_modified_ns": sample.file.modified_ns,
         "source_digest": source_digest,
+        "file_bytes": cache_file.stat().st_size,
         "file_digest": file_digest,
     }
 

@@ -1,9 +1,9 @@
 """A cache in the making: who works on it, what is committed, and how it is finished.
 
 While a run is under way the folder holds ``.latentry/``: a lock, the recipe, and one file per committed
-task. Rows become part of the cache in one step at the end, when the shards and then ``metadata.json``
-are published and ``.latentry/`` is removed. Whatever a stopped run leaves behind is either committed, and
-used, or swept away by the next one.
+task. Rows become part of the cache in one step at the end, when ``metadata.json`` is replaced; until then
+an earlier cache in the folder stays as it is, even if it is being overwritten. Whatever a stopped run leaves
+behind is either committed, and used, or swept away by the next one.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+import msgspec
 
 from latentry.cache.metadata import METADATA_NAME
 from latentry.errors import MetadataError, RunError
@@ -29,17 +31,37 @@ FAILURES_NAME = "failures.jsonl"
 _WORK = ".latentry"
 _BUCKET_FOLDER = re.compile(r"\d+x\d+")
 _CACHE_FILE = re.compile(r"[0-9a-f]{32}\.(meta|pt|safetensors)")
-_OUR_ROW_KEYS = (
-    "sample_name",
-    "source_name",
-    "source_bytes",
-    "source_modified_ns",
-    "source_digest",
-    "prompt",
-    "bucket_resolution",
-)
 
-Row = Mapping[str, Any]
+Row = dict[str, Any]
+T = TypeVar("T")
+
+
+class _OurRow(msgspec.Struct):
+    """What a row must have for a later run to rely on it."""
+
+    cache_file: str
+    sample_name: str
+    source_name: str
+    source_bytes: int
+    source_modified_ns: int
+    source_digest: str
+    file_bytes: int
+    file_digest: str
+    prompt: str
+    bucket_resolution: tuple[int, int]
+    num_frames: int | None = None
+
+
+class _CommitFile(msgspec.Struct):
+    rows: list[dict[str, Any]]
+    failures: list[dict[str, str]]
+
+
+class _Metadata(msgspec.Struct):
+    shards: list[str] = []
+    recipe: dict[str, Any] | None = None
+    fingerprint: str | None = None
+    format_version: int | None = None
 
 
 class Workspace:
@@ -48,6 +70,7 @@ class Workspace:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._commits = folder / _WORK / "commits"
+        self._recipe = folder / _WORK / "recipe.json"
 
     @classmethod
     @contextmanager
@@ -87,50 +110,88 @@ class Workspace:
 
     # ---- what is there ----------------------------------------------------------------------
 
+    def _finished(self) -> _Metadata | None:
+        """The metadata of the finished cache that is here, if there is one."""
+        path = self.folder / METADATA_NAME
+        if not path.is_file():
+            return None
+        metadata = _decode(path, _Metadata)
+        if metadata.format_version not in (None, FORMAT_VERSION):
+            raise RunError(
+                f"{path} has format_version {metadata.format_version}, this release writes {FORMAT_VERSION}; "
+                "use the release that made it, or choose another output_dir"
+            )
+        return metadata
+
     def recorded_recipe(self) -> dict[str, Any] | None:
         """The recipe this cache was made or begun with; an error if another tool made it."""
-        begun = self.folder / _WORK / "recipe.json"
-        if begun.is_file():
-            return dict(_read_json(begun, dict))
-        finished = self.folder / METADATA_NAME
-        if not finished.is_file():
+        if self._recipe.is_file():
+            return dict(_decode(self._recipe, dict))
+        finished = self._finished()
+        if finished is None:
             return None
-        recipe = _read_json(finished, dict).get("recipe")
-        if not isinstance(recipe, dict):
+        if finished.recipe is None:
             raise RunError(
                 f"{self.folder} holds a cache of another tool, which cannot be added to; choose another "
                 "output_dir, or replace it with --overwrite"
             )
-        return recipe
+        return finished.recipe
 
-    def record_recipe(self, recipe: Mapping[str, Any]) -> None:
-        self._write_json(self.folder / _WORK / "recipe.json", recipe)
+    def begin(self, recipe: Mapping[str, Any], *, overwrite: bool) -> None:
+        """Record the recipe. Overwriting sets aside what is here, once: going on with it later does not."""
+        marker = self.folder / _WORK / "overwriting"
+        same = self._recipe.is_file() and _decode(self._recipe, dict) == json.loads(json.dumps(recipe))
+        if overwrite and not (same and marker.exists()):
+            for path in self._commits.glob("*.json"):
+                path.unlink()
+            marker.touch()
+        self._write_json(self._recipe, recipe)
 
-    def rows(self) -> dict[str, Row]:
-        """All rows that are committed, by sample name: the finished cache's, and those of stopped runs."""
+    def rows(self, fingerprint: str) -> dict[str, Row]:
+        """All committed rows of this recipe, by sample name: the finished cache's, and those of stopped runs."""
         rows: dict[str, Row] = {}
-        finished = self.folder / METADATA_NAME
-        if finished.is_file():
-            for shard in _read_json(finished, dict).get("shards", []):
+        finished = None if (self.folder / _WORK / "overwriting").exists() else self._finished()
+        if finished is not None and finished.fingerprint == fingerprint:
+            for shard in finished.shards:
                 path = self.folder / Path(shard).name
-                for row in _read_json(path, list) if path.is_file() else []:
-                    rows[row.get("sample_name", "")] = row
-        for path in sorted(self._commits.glob("*.json")):
-            for row in _read_json(path, dict)["rows"]:
-                rows[row["sample_name"]] = row
+                if path.is_file():
+                    rows |= self._usable(_decode(path, list[dict[str, Any]]))
+        # Oldest first, so that what was encoded last is what counts.
+        for path in sorted(self._commits.glob("*.json"), key=lambda p: (p.stat().st_mtime_ns, p.name)):
+            rows |= self._usable(_decode(path, _CommitFile).rows)
+        return rows
+
+    def _usable(self, rows: Iterable[Row]) -> dict[str, Row]:
+        """The rows that a run can rely on: complete, and with their file in place."""
+        usable = {}
+        for row in rows:
+            try:
+                ours = msgspec.convert(row, _OurRow)
+                if self._file(row).stat().st_size == ours.file_bytes:
+                    usable[ours.sample_name] = row
+            except (msgspec.ValidationError, OSError):
+                continue
+        return usable
+
+    def committed(self, task_ids: Iterable[str]) -> dict[str, Row]:
+        """The rows of these tasks, by sample name."""
         return {
-            name: row
-            for name, row in rows.items()
-            if all(key in row for key in _OUR_ROW_KEYS) and self._file(row).is_file()
+            row["sample_name"]: row
+            for task_id in task_ids
+            for row in _decode(self._commits / f"{task_id}.json", _CommitFile).rows
         }
 
     def failed_before(self) -> set[str]:
-        """Names of inputs that failed in tasks of a stopped run."""
-        return {
-            failure["name"]
+        """Names of inputs that failed in an earlier run, finished or stopped."""
+        failures = [
+            failure
             for path in self._commits.glob("*.json")
-            for failure in _read_json(path, dict)["failures"]
-        }
+            for failure in _decode(path, _CommitFile).failures
+        ]
+        listed = self.folder / FAILURES_NAME
+        if listed.is_file():
+            failures += [json.loads(line) for line in listed.read_text(encoding="utf-8").splitlines() if line]
+        return {failure["name"] for failure in failures}
 
     def _file(self, row: Row) -> Path:
         width, height = row["bucket_resolution"]
@@ -142,16 +203,6 @@ class Workspace:
         """Make a task's outcome durable, in one step."""
         content = {"rows": list(commit.rows), "failures": [asdict(failure) for failure in commit.failures]}
         self._write_json(self._commits / f"{commit.task_id}.json", content)
-
-    def clear(self) -> None:
-        """Remove the cache that is here: what its metadata and its bucket folders show to be one."""
-        for path in (self.folder / METADATA_NAME, self.folder / FAILURES_NAME, self.folder / "index.arrow"):
-            path.unlink(missing_ok=True)
-        for path in self.folder.glob("metadata_shard_*.json"):
-            path.unlink()
-        for path in [*self._commits.glob("*.json"), self.folder / _WORK / "recipe.json"]:
-            path.unlink(missing_ok=True)
-        self.sweep([])
 
     def sweep(self, rows: Iterable[Row]) -> None:
         """Remove cache files that no row names, and drafts that a killed run left."""
@@ -169,56 +220,67 @@ class Workspace:
     def finish(
         self, rows: Sequence[Row], failures: Sequence[Failure], shard_size: int, header: Mapping[str, Any]
     ) -> None:
-        """Publish the rows as the cache's metadata, ``metadata.json`` last, and tidy up.
+        """Publish the rows as the cache's metadata, in the one step of replacing ``metadata.json``.
 
-        All rows are committed once more in one piece before the first shard is touched: a run that is
-        killed in between finds every one of them.
+        New shards get names that the metadata in force does not list, so a reader sees the old cache or the
+        new one, whenever it comes. All rows are committed in one piece first: a run that is killed in between
+        finds every one of them.
         """
-        self.commit(Commit("all", tuple(dict(row) for row in rows), ()))
-        shards = [f"metadata_shard_{i:04d}.json" for i in range(-(-len(rows) // shard_size))]
-        for number, name in enumerate(shards):
-            part = rows[number * shard_size : (number + 1) * shard_size]
-            self._write_json(self.folder / name, [dict(row) for row in part], indent=2)
-        self._write_failures(failures)
+        self.commit(Commit("all", tuple(rows), ()))
+        shards = self._publish_shards([rows[i : i + shard_size] for i in range(0, len(rows), shard_size)])
+        metadata = {
+            **header,
+            "total_items": len(rows),
+            "num_shards": len(shards),
+            "shard_size": shard_size,
+            "shards": shards,
+            "format_version": FORMAT_VERSION,
+        }
         if rows:
-            metadata = {
-                **header,
-                "total_items": len(rows),
-                "num_shards": len(shards),
-                "shard_size": shard_size,
-                "shards": shards,
-                "format_version": FORMAT_VERSION,
-            }
             self._write_json(self.folder / METADATA_NAME, metadata, indent=2)
+        else:
+            (self.folder / METADATA_NAME).unlink(missing_ok=True)
+        self._write_failures(failures)
         for path in self.folder.glob("metadata_shard_*.json"):
             if path.name not in shards:
                 path.unlink()
         self.sweep(rows)
         shutil.rmtree(self.folder / _WORK)
 
+    def _publish_shards(self, parts: Sequence[Sequence[Row]]) -> list[str]:
+        path = self.folder / METADATA_NAME
+        in_force = set(_decode(path, _Metadata).shards) if path.is_file() else set()
+        shards = []
+        for number, part in enumerate(parts):
+            content = json.dumps(list(part), indent=2)
+            names = (f"metadata_shard_{number:04d}{suffix}.json" for suffix in ("", "_b", "_c"))
+            name = next(
+                n for n in names if n not in in_force or (self.folder / n).read_text("utf-8") == content
+            )
+            self._write_text(self.folder / name, content)
+            shards.append(name)
+        return shards
+
     def _write_failures(self, failures: Sequence[Failure]) -> None:
         path = self.folder / FAILURES_NAME
-        if not failures:
+        if failures:
+            self._write_text(path, "".join(json.dumps(asdict(failure)) + "\n" for failure in failures))
+        else:
             path.unlink(missing_ok=True)
-            return
-        with publish(path) as draft:
-            draft.write_text(
-                "".join(json.dumps(asdict(f), ensure_ascii=False) + "\n" for f in failures), "utf-8"
-            )
 
     def _write_json(self, path: Path, content: Any, indent: int | None = None) -> None:
+        self._write_text(path, json.dumps(content, indent=indent))
+
+    def _write_text(self, path: Path, text: str) -> None:
         try:
             with publish(path) as draft:
-                draft.write_text(json.dumps(content, indent=indent, ensure_ascii=False), encoding="utf-8")
+                draft.write_text(text, encoding="utf-8")
         except OSError as error:
             raise RunError(f"{path} cannot be written: {error.strerror}") from None
 
 
-def _read_json(path: Path, kind: type) -> Any:
+def _decode(path: Path, kind: type[T]) -> T:
     try:
-        content = json.loads(path.read_bytes())
-        if not isinstance(content, kind):
-            raise ValueError(f"holds a {type(content).__name__}")
-    except ValueError as error:
+        return msgspec.json.decode(path.read_bytes(), type=kind)
+    except (msgspec.MsgspecError, OSError, RecursionError) as error:
         raise MetadataError(f"{path} is damaged ({error}); start over with --overwrite") from None
-    return content

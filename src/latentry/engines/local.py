@@ -8,9 +8,11 @@ task it was at.
 from __future__ import annotations
 
 import multiprocessing
+import multiprocessing.connection
 import os
 import queue
 import signal
+import threading
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -146,6 +148,7 @@ def _run_in_processes(job: Job, tasks: Sequence[Task], devices: Sequence[str], w
 
 def _worker(job: Job, device: str, share: int, waiting: Any, reports: Any) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what an interrupt means
+    threading.Thread(target=_follow_parent, daemon=True).start()
 
     def next_task() -> Task:
         task: Task | None = waiting.get()
@@ -160,6 +163,14 @@ def _worker(job: Job, device: str, share: int, waiting: Any, reports: Any) -> No
         reports.put((device, error))
     except Exception:  # reported, so that the parent can say which device it was
         reports.put((device, RunError(f"the worker on {device} failed: {traceback.format_exc()}")))
+
+
+def _follow_parent() -> None:
+    """End this process when its parent has: nobody else may work in the folder it had locked."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        multiprocessing.connection.wait([parent.sentinel])
+        os._exit(1)
 
 
 def _collect(reports: Any, workers: Sequence[Any], devices: Sequence[str], watch: Watch) -> None:

@@ -41,7 +41,7 @@ _MAX_SCALED_SHARE = 6
 def probe_image(path: Path) -> tuple[int, int]:
     """(width, height) as the picture is shown, from its header alone."""
     try:
-        with Image.open(path) as image:
+        with _open(path) as image:
             width, height = image.size
             turned = image.getexif().get(_ORIENTATION_TAG, 1) in (5, 6, 7, 8)
     except Exception as error:  # whatever a header makes Pillow do is the file's fault
@@ -54,16 +54,32 @@ def probe_image(path: Path) -> tuple[int, int]:
 def decode_image(content: bytes) -> Pixels:
     """The picture in these bytes, upright, on white where it is transparent, in sRGB."""
     try:
-        with Image.open(io.BytesIO(content)) as image:
+        with _open(io.BytesIO(content)) as image:
             orientation = image.getexif().get(_ORIENTATION_TAG, 1)
             if image.format == "JPEG" and image.mode in ("RGB", "L") and not image.info.get("icc_profile"):
-                pixels = simplejpeg.decode_jpeg(content, colorspace="RGB")
+                pixels = _decode_jpeg(content, image)
             else:
                 image.seek(0)
                 pixels = np.array(_to_srgb(image))
     except Exception as error:  # whatever foreign bytes lead to is the file's fault
         raise MediaError(_reason(error)) from None
     return _upright(pixels, orientation)
+
+
+def _open(source: Path | io.BytesIO) -> Image.Image:
+    # Pillow's own limit is a third of ours, and only warns; ``probe_image`` refuses what is too large.
+    if Image.MAX_IMAGE_PIXELS is not None and Image.MAX_IMAGE_PIXELS < _MAX_PIXELS:
+        Image.MAX_IMAGE_PIXELS = _MAX_PIXELS
+    return Image.open(source)
+
+
+def _decode_jpeg(content: bytes, image: Image.Image) -> Pixels:
+    """The quick way, or Pillow's where the file is a little out of order, which Pillow forgives."""
+    try:
+        pixels: Pixels = simplejpeg.decode_jpeg(content, colorspace="RGB")
+    except ValueError:
+        pixels = np.array(image.convert("RGB"))
+    return pixels
 
 
 def _reason(error: Exception) -> str:
@@ -88,8 +104,13 @@ def _upright(pixels: Pixels, orientation: int) -> Pixels:
 def _to_srgb(image: Image.Image) -> Image.Image:
     profile = image.info.get("icc_profile")
     if image.mode.startswith("I;16") or image.mode in ("I", "F"):
+        transparent = image.info.get("transparency")
+        values = np.asarray(image)
         image = _eight_bits(image)
         profile = None
+        if isinstance(transparent, int):
+            shown = Image.fromarray(np.where(values == transparent, 0, 255).astype(np.uint8))
+            image = Image.merge("LA", [image, shown])
     if image.mode in ("P", "PA") or (image.mode in ("1", "L", "RGB") and "transparency" in image.info):
         image = image.convert("RGBA")
     alpha = image.getchannel("A") if image.mode in ("LA", "La", "RGBA", "RGBa") else None

@@ -64,7 +64,12 @@ def folder_identity(folder: Path, components: tuple[str, ...]) -> str:
 
 @contextmanager
 def loading(folder: Path) -> Iterator[None]:
-    """Turns what the model libraries raise for missing or unusable files into one line."""
+    """Turns what the model libraries raise for missing or unusable files into one line, and quiets their bars."""
+    import diffusers.utils.logging
+    import transformers.utils.logging
+
+    diffusers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.disable_progress_bar()
     try:
         yield
     except (OSError, ValueError, KeyError) as error:

@@ -51,6 +51,7 @@ class FluxProcessor:
             self._t5: Any = T5EncoderModel.from_pretrained(folder, subfolder="text_encoder_2", dtype=dtype)
             self._clip_tokens: Any = AutoTokenizer.from_pretrained(folder, subfolder="tokenizer")
             self._t5_tokens: Any = AutoTokenizer.from_pretrained(folder, subfolder="tokenizer_2")
+        self._shift = self._vae.config.shift_factor or 0.0
         for module in (self._vae, self._clip, self._t5):
             module.to(device).eval().requires_grad_(False)
 
@@ -67,7 +68,7 @@ class FluxProcessor:
             scaled = scaled.to(memory_format=torch.channels_last)
         posterior = self._vae.encode(scaled).latent_dist
         latents = posterior.mode() if seeds is None else draw(posterior, seeds)
-        latents = (latents - self._vae.config.shift_factor) * self._vae.config.scaling_factor
+        latents = (latents - self._shift) * self._vae.config.scaling_factor
         stored: torch.Tensor = latents.to(torch.float16)
         return stored
 
@@ -96,7 +97,7 @@ class FluxProcessor:
     @torch.inference_mode()
     def decode_latents(self, latents: torch.Tensor) -> torch.Tensor:
         latents = latents.to(self._device, self._dtype)
-        latents = latents / self._vae.config.scaling_factor + self._vae.config.shift_factor
+        latents = latents / self._vae.config.scaling_factor + self._shift
         return unscaled_pixels(self._vae.decode(latents, return_dict=False)[0])
 
     def media_fields(self, pixels: torch.Tensor) -> list[Fields]:

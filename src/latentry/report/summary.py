@@ -144,7 +144,7 @@ def _failure_table(result: PrepareResult) -> Table:
     table.add_column("reason")
     table.add_column("for example")
     for reason, count in reasons.most_common(_FAILURES_SHOWN):
-        table.add_row(str(count), reason, examples[reason])
+        table.add_row(str(count), Text(reason), Text(examples[reason]))
     if len(reasons) > _FAILURES_SHOWN:
         table.add_row("…", f"and {len(reasons) - _FAILURES_SHOWN} more reasons", "")
     return table

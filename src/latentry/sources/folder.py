@@ -7,38 +7,46 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from latentry.errors import ConfigError
-from latentry.records import SourceFile
+from latentry.records import Failure, SourceFile
 
 
-def list_folder(root: Path, suffixes: Collection[str], *, leave_out: Path | None = None) -> list[SourceFile]:
-    """All files under ``root`` with one of these endings (any case), sorted by name.
+def list_folder(
+    root: Path, suffixes: Collection[str], *, leave_out: Path | None = None
+) -> tuple[list[SourceFile], list[Failure]]:
+    """All files under ``root`` with one of these endings (any case), sorted by name, and what is no file.
 
     Hidden files and folders are passed over, and so is ``leave_out``: the output may lie inside the
-    input. Linked folders are not followed, because they can lead in circles.
+    input. Linked folders are followed, but not in circles.
     """
     if not root.is_dir():
         what = "is a file, not a folder" if root.exists() else "does not exist"
         raise ConfigError(f"{root} {what}; name the folder that holds the media")
-    left_out = os.path.realpath(leave_out) if leave_out else None
-    files = sorted(_walk(os.fspath(root), "", frozenset(suffixes), left_out), key=lambda file: file.name)
-    if not files:
+    seen = {os.path.realpath(root), *([os.path.realpath(leave_out)] if leave_out else [])}
+    found = sorted(_walk(os.fspath(root), "", frozenset(suffixes), seen), key=lambda entry: entry.name)
+    if not found:
         endings = ", ".join(sorted(suffix.lstrip(".") for suffix in suffixes))
         raise ConfigError(f"{root} holds no media; looked for files ending in {endings}, in all its folders")
-    return files
+    files = [entry for entry in found if isinstance(entry, SourceFile)]
+    return files, [entry for entry in found if isinstance(entry, Failure)]
 
 
-def _walk(root: str, prefix: str, suffixes: frozenset[str], left_out: str | None) -> Iterator[SourceFile]:
+def _walk(root: str, prefix: str, suffixes: frozenset[str], seen: set[str]) -> Iterator[SourceFile | Failure]:
     try:
-        entries = list(os.scandir(os.path.join(root, prefix)))
+        entries = sorted(os.scandir(os.path.join(root, prefix)), key=lambda entry: entry.name)
     except OSError as error:
         raise ConfigError(f"{os.path.join(root, prefix)} cannot be listed: {error.strerror}") from None
     for entry in entries:
         if entry.name.startswith("."):
             continue
         name = f"{prefix}{entry.name}"
-        if entry.is_dir(follow_symlinks=False):
-            if left_out is None or os.path.realpath(entry.path) != left_out:
-                yield from _walk(root, f"{name}/", suffixes, left_out)
-        elif os.path.splitext(entry.name)[1].lower() in suffixes and entry.is_file():
-            status = entry.stat()
-            yield SourceFile(name, status.st_size, status.st_mtime_ns)
+        if entry.is_dir():
+            real = os.path.realpath(entry.path)
+            if real not in seen:
+                seen.add(real)
+                yield from _walk(root, f"{name}/", suffixes, seen)
+        elif os.path.splitext(entry.name)[1].lower() in suffixes:
+            if entry.is_file():
+                status = entry.stat()
+                yield SourceFile(name, status.st_size, status.st_mtime_ns)
+            else:
+                yield Failure(name, "is a broken link" if entry.is_symlink() else "is not a regular file")
