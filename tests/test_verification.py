@@ -50,8 +50,8 @@ def test_decoding_compares_with_the_source(cache):
 def test_clips_are_decoded_too(tmp_path):
     (tmp_path / "clips").mkdir()
     make_counter_clip(tmp_path / "clips" / "a.mp4", 30, size=(128, 128))
-    for mode in ("video", "frames"):
-        recipe = Recipe(max_pixels=128 * 128, video=VideoChoices(mode=mode, target_frames=9, num_frames=4))
+    for mode, options in (("video", {"target_frames": 9}), ("frames", {"num_frames": 4})):
+        recipe = Recipe(max_pixels=128 * 128, video=VideoChoices(mode=mode, **options))
         prepare(recipe, video_dir=tmp_path / "clips", output_dir=tmp_path / mode)
         result = verify_cache(tmp_path / mode, decode=True)
         assert result.problems == ()
@@ -83,6 +83,35 @@ def test_what_is_wrong_is_named(cache, breakage, says):
 
     assert any(re.search(says, problem.what) for problem in result.problems), result.problems
     assert all(problem.file.startswith(victim.parent.name) for problem in result.problems)
+
+
+def test_files_that_differ_from_their_kind_are_named(tmp_path):
+    (tmp_path / "clips").mkdir()
+    for name in ("a.mp4", "b.mp4", "c.mp4"):
+        make_counter_clip(tmp_path / "clips" / name, 30, size=(128, 128))
+    recipe = Recipe(max_pixels=128 * 128, video=VideoChoices(target_frames=9))
+    prepare(recipe, video_dir=tmp_path / "clips", output_dir=tmp_path / "cache")
+    victim = sorted((tmp_path / "cache").glob("*x*/*.pt"))[-1]
+    data = torch.load(victim, weights_only=True)
+    changed = {
+        **data,
+        "video_latents": data["video_latents"][:, :, :5].double(),
+        "text_embeddings": data["text_embeddings"][:, :3],
+    }
+    torch.save({k: v for k, v in changed.items() if k != "first_frame"}, victim)
+    said = " ".join(problem.what for problem in verify_cache(tmp_path / "cache").problems)
+    for part in (
+        "have 5 frames; 9 frames make 9",
+        "torch.float64",
+        "text_embeddings is",
+        "no first_frame",
+        "checksum",
+    ):
+        assert part in said
+    for name in ("a.mp4", "b.mp4", "c.mp4"):
+        make_counter_clip(tmp_path / "clips" / name, 40, size=(128, 128))
+    decoded = verify_cache(tmp_path / "cache", decode=True)
+    assert any("has changed since" in problem.what for problem in decoded.problems)
 
 
 def test_the_command(cache, capsys, nemo_image_cache):

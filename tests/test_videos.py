@@ -93,6 +93,32 @@ def test_sampling_by_time(tmp_path, ticks):
     assert frames_of(clip, numbers) == shown
 
 
+@pytest.mark.parametrize("name", ["clip.mp4", "clip.mkv", "clip.avi"])
+def test_a_rate_never_invents_frames(tmp_path, name):
+    clip = make_counter_clip(tmp_path / name, 60, codec="mpeg4" if name.endswith("avi") else "libx264")
+    whole = Videos(VideoChoices(target_fps=25), "center", frame_step=1)
+    assert whole.probe(clip).num_frames == 60
+    assert whole._clip(read_timeline(clip), 60) == list(range(60))
+    with pytest.raises(MediaError, match="has 60 frames at 25 a second, fewer than the 61 asked for"):
+        Videos(VideoChoices(target_fps=25, target_frames=61), "center", frame_step=1).probe(clip)
+    assert Videos(VideoChoices(target_fps=50), "center", frame_step=1).probe(clip).num_frames == 119
+
+
+def test_fragments_and_edit_lists_are_counted_right(tmp_path):
+    fragmented = make_counter_clip(
+        tmp_path / "f.mp4", 60, container_options={"movflags": "frag_keyframe+empty_moov"}
+    )
+    assert probe_video(fragmented).num_frames == 60
+    assert frames_of(fragmented, [59, 0, 31]) == [59, 0, 31]
+    trimmed = make_counter_clip(tmp_path / "t.mp4", 60, ticks=lambda i: 40 * (i - 20), gop_size=30)
+    count = probe_video(trimmed).num_frames
+    with av.open(str(trimmed)) as container:
+        shown = [read_counter(frame.to_ndarray(format="rgb24")) for frame in container.decode(video=0)]
+    assert count == len(shown)
+    assert frames_of(trimmed, list(range(count))) == shown
+    assert frames_of(trimmed, [count - 1, 0]) == [shown[-1], shown[0]]
+
+
 def test_a_long_clip_is_sampled_evenly_over_its_whole_length(tmp_path):
     clip = make_counter_clip(tmp_path / "clip.mp4", 100)
     medium = Videos(VideoChoices(target_frames=9), "center", frame_step=4)
@@ -458,6 +484,46 @@ def test_frames_mode_makes_a_sample_of_each_frame(clips, tmp_path):
     assert (changed.num_encoded, changed.num_already_done) == (8, 24)
 
 
+def test_one_bad_clip_of_many_frames_is_one_failure_in_a_row(clips, tmp_path, monkeypatch):
+    monkeypatch.setattr("latentry.encode.MAX_FAILURES_IN_A_ROW", 3)
+    whole = make_counter_clip(clips / "broken.mkv", 60, size=(160, 96)).read_bytes()
+    broken = bytearray(whole)
+    broken[len(whole) // 3 : len(whole) // 3 * 2] = bytes(len(whole) // 3)
+    (clips / "broken.mkv").write_bytes(broken)
+    result = prepare(tiny_recipe(mode="frames", num_frames=8), video_dir=clips, output_dir=tmp_path / "cache")
+    assert result.num_encoded >= 32
+
+
+def test_captions_of_clips_in_lists_are_under_caption(clips, tmp_path):
+    (clips / "list.jsonl").write_text(json.dumps({"file_name": "b.mkv", "caption": "from the list"}))
+    prepare(tiny_recipe(target_frames=5), video_dir=clips, output_dir=tmp_path / "cache")
+    prompts = {row["source_name"]: row["prompt"] for row in rows_of(tmp_path / "cache")}
+    assert prompts["b.mkv"] == "from the list"
+
+
+def test_memory_that_runs_out_is_halved_and_tiled(clips, tmp_path, monkeypatch):
+    from latentry.processors.tiny import TinyProcessor
+
+    plain = tiny_recipe(mode="frames", num_frames=4)
+    prepare(plain, video_dir=clips, output_dir=tmp_path / "plain", batch_size=1)
+    encode, texts = TinyProcessor.encode_pixels, TinyProcessor.encode_texts
+
+    def small_device(self, pixels, seeds):
+        if len(pixels) > 1:
+            raise torch.OutOfMemoryError
+        return encode(self, pixels, seeds)
+
+    def small_texts(self, captions):
+        if len(captions) > 1:
+            raise torch.OutOfMemoryError
+        return texts(self, captions)
+
+    monkeypatch.setattr(TinyProcessor, "encode_pixels", small_device)
+    monkeypatch.setattr(TinyProcessor, "encode_texts", small_texts)
+    prepare(plain, video_dir=clips, output_dir=tmp_path / "halved", batch_size=4)
+    assert_same_cache(tmp_path / "halved", tmp_path / "plain")
+
+
 def test_short_clips_are_skipped_or_padded_on_request(clips, tmp_path):
     skipped = prepare(tiny_recipe(target_frames=33), video_dir=clips, output_dir=tmp_path / "skip")
     assert skipped.exit_status == 2
@@ -486,6 +552,8 @@ def test_sizes_that_do_not_fit_name_the_nearest(clips, tmp_path, wan_folder):
         ({"mode": "film"}, "mode 'film'"),
         ({"resize_mode": "cubic"}, "resize_mode 'cubic'"),
         ({"num_frames": 0}, "num_frames is 0"),
+        ({"target_fps": float("inf")}, "target_fps is inf"),
+        ({"mode": "frames", "target_fps": 3.0}, "for whole clips"),
     ):
         with pytest.raises(ConfigError, match=says):
             VideoChoices(**options)

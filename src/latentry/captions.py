@@ -30,17 +30,23 @@ class CaptionFinder:
     Caption(text='red car', source='file name')
 
     ``field`` is the key to look under everywhere; without it, ``caption`` in JSON files and
-    ``internvl`` in JSON-lines files.
+    ``lines_field`` in JSON-lines files.
     """
 
-    def __init__(self, root: Path, caption_format: str = "auto", field: str | None = None) -> None:
+    def __init__(
+        self,
+        root: Path,
+        caption_format: str = "auto",
+        field: str | None = None,
+        lines_field: str = "internvl",
+    ) -> None:
         if caption_format not in CAPTION_FORMATS:
             raise ConfigError(
                 f"unknown caption_format {caption_format!r}; choose one of {', '.join(CAPTION_FORMATS)}"
             )
         self._root = root
         self._json_field = field or "caption"
-        self._lines_field = field or "internvl"
+        self._lines_field = field or lines_field
         lookups: dict[str, Callable[[PurePosixPath], str | None]] = {
             "sidecar": self._from_sidecar_json,
             "txt": self._from_sidecar_text,

@@ -54,6 +54,20 @@ class _Decoded:
     digest: str
 
 
+def in_halves(call: Callable[[Any], Any], batch: Any) -> list[Any]:
+    """``list(call(batch))``; where the device's memory is too small for that, of its halves."""
+    try:
+        return list(call(batch))
+    except torch.OutOfMemoryError:
+        torch.cuda.empty_cache()
+        if len(batch) == 1:
+            raise RunError(
+                "the device's memory is too small for a single sample; use a larger device"
+            ) from None
+        half = len(batch) // 2
+        return in_halves(call, batch[:half]) + in_halves(call, batch[half:])
+
+
 class _Texts:
     """The distinct captions of a task, each encoded once, in batches, as they are reached."""
 
@@ -65,7 +79,7 @@ class _Texts:
     def fields(self, caption: str) -> Fields:
         while caption not in self._encoded:
             batch, self._waiting = self._waiting[:TEXT_BATCH_SIZE], self._waiting[TEXT_BATCH_SIZE:]
-            self._encoded.update(zip(batch, self._processor.encode_texts(batch), strict=True))
+            self._encoded.update(zip(batch, in_halves(self._processor.encode_texts, batch), strict=True))
         return self._encoded[caption]
 
 
@@ -136,6 +150,7 @@ class TaskRunner:
             if isinstance(result, str):
                 for sample in group:
                     self._fail(sample, result, failures)
+                self._count_bad_file(group[0].file.name, result)
                 continue
             self._failures_in_a_row = 0
             for decoded in result:
@@ -162,11 +177,13 @@ class TaskRunner:
     def _fail(self, sample: PlannedSample, reason: str, failures: list[Failure]) -> None:
         failures.append(Failure(sample.name, reason))
         self._on_outcome(Outcome(sample.name, failure=reason))
+
+    def _count_bad_file(self, name: str, reason: str) -> None:
         self._failures_in_a_row += self._counts_failures
         if self._failures_in_a_row >= MAX_FAILURES_IN_A_ROW:
             raise RunError(
-                f"{MAX_FAILURES_IN_A_ROW} inputs in a row failed, the last one {sample.name}: {reason}; "
-                "what is committed is kept, and the same command goes on once the cause is mended"
+                f"{MAX_FAILURES_IN_A_ROW} inputs in a row failed, the last one {name}: {reason}; what is "
+                "committed is kept, and the same command goes on once the cause is mended"
             )
 
     # ---- encode -----------------------------------------------------------------------------
@@ -176,10 +193,12 @@ class TaskRunner:
     ) -> Iterator[tuple[dict[str, Any], _Decoded]]:
         pixels = torch.stack([decoded.cut.pixels for decoded in batch])
         latents = self._encode_pixels(batch, pixels)
-        extras = self._processor.media_fields(pixels)
+        extras: Sequence[Fields] = [{}] * len(batch)
+        if self._recipe.video is None or self._recipe.video.mode == "video":
+            extras = in_halves(self._processor.media_fields, pixels)
         psnrs: list[float | None] = [None] * len(batch)
         if self._verify:
-            restored = self._processor.decode_latents(latents)
+            restored = in_halves(self._processor.decode_latents, latents)
             psnrs = [psnr_db(*pair) for pair in zip(pixels, restored, strict=True)]
         for decoded, latent, extra, psnr in zip(batch, latents, extras, psnrs, strict=True):
             problem = latent_problem(latent)

@@ -192,12 +192,13 @@ def make_plan(
             waiting.append((file, caption))
     samples, skipped = _probe(waiting, root, medium, choose_buckets, on_progress)
     # Of a file that gives several samples, those that are done stay done.
-    again = [
-        s
-        for s in samples
-        if not (s.name in known and _unchanged(known[s.name], None, s.caption, s.file, root))
-    ]
-    done |= {s.name: known[s.name] for s in samples if s not in set(again)}
+    again = []
+    for sample in samples:
+        held = known.get(sample.name)
+        if held is not None and _unchanged(held, None, sample.caption, sample.file, root):
+            done[sample.name] = held
+        else:
+            again.append(sample)
     names = {file.name for file in files}
     return Plan(
         tasks=tuple(_cut(again, frozenset(failed_before))),

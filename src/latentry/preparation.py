@@ -84,7 +84,8 @@ def prepare(
     choose_buckets, medium = bucket_chooser(resolved), resolved.medium()
     files, unreadable = list_folder(source, medium.suffixes, leave_out=output)
     files = files[:max_files]
-    finder = CaptionFinder(source, recipe.caption_format, recipe.caption_field)
+    lines_field = "internvl" if media == "image" else "caption"
+    finder = CaptionFinder(source, recipe.caption_format, recipe.caption_field, lines_field)
 
     def plan_for(workspace: Workspace, known: Mapping[str, Mapping[str, Any]]) -> Plan:
         plan = make_plan(

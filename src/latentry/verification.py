@@ -25,7 +25,7 @@ from latentry.errors import CacheError, ConfigError, MediaError
 from latentry.media.kinds import VideoChoices
 from latentry.order import derived_key
 from latentry.plan import ResolvedRecipe
-from latentry.processors import Processor, processor_class
+from latentry.processors import PROCESSORS, Processor, processor_class
 from latentry.records import Caption, PlannedSample, SourceFile
 from latentry.storage import content_digest
 
@@ -87,13 +87,18 @@ def verify_cache(
     decoder = _Decoder(dataset.cache_dir, find_devices(device)[0]) if decode else None
     problems: list[Problem] = []
     psnr: dict[str, float] = {}
+    uniform = _Uniformity(dataset)
     listed = set()
     for number, row in enumerate(dataset.metadata):
         relative = dataset.index.relative_file(number)
         listed.add(relative)
-        found = [Problem(relative, what) for what in _sample_problems(dataset, number, relative, row)]
+        found = [
+            Problem(relative, what) for what in _sample_problems(dataset, number, relative, row, uniform)
+        ]
         if decoder and not found:
             try:
+                if content_digest(decoder.source_of(row)) != row["source_digest"]:
+                    raise MediaError("has changed since; run the same command again to encode it anew")
                 psnr[relative] = decoder.psnr_db(relative, row)
             except (MediaError, OSError) as error:
                 found.append(Problem(relative, f"its source {decoder.source_of(row)} {error}"))
@@ -122,7 +127,11 @@ def _open(cache_dir: Path) -> BaseMultiresolutionDataset:
 
 
 def _sample_problems(
-    dataset: BaseMultiresolutionDataset, number: int, relative: str, row: Mapping[str, Any]
+    dataset: BaseMultiresolutionDataset,
+    number: int,
+    relative: str,
+    row: Mapping[str, Any],
+    uniform: _Uniformity,
 ) -> Iterator[str]:
     try:
         item = dataset[number]
@@ -139,8 +148,39 @@ def _sample_problems(
     for key in ("prompt", "bucket_id", "num_frames", "model_type"):
         if key in row and key in data and row[key] != data[key]:
             yield f"{key} is {data[key]!r}, but its row says {row[key]!r}"
+    yield from uniform.problems(data, row)
     if "file_digest" in row and row["file_digest"] != content_digest(dataset.cache_dir / relative):
         yield "its bytes are not those that were written: the checksum differs"
+
+
+class _Uniformity:
+    """What all files of a cache must have alike: dtypes, the shapes of text, latent frames for frames."""
+
+    def __init__(self, dataset: BaseMultiresolutionDataset) -> None:
+        name = dataset.index.metadata.processor
+        self._temporal_factor = processor_class(name).info.temporal_factor if name in PROCESSORS else None
+        self._first: dict[str, str] = {}
+
+    def problems(self, data: Mapping[str, Any], row: Mapping[str, Any]) -> Iterator[str]:
+        for key, value in data.items():
+            if not isinstance(value, torch.Tensor):
+                continue
+            # Latents and first frames have their bucket's shape, which is checked elsewhere.
+            free_shape = key in ("latent", "video_latents", "first_frame")
+            kind = f"{value.dtype}" if free_shape else f"{value.dtype} {list(value.shape)}"
+            if kind != self._first.setdefault(key, kind):
+                yield f"{key} is {kind}, but {self._first[key]} in the cache's other files"
+        latents, num_frames = data.get("video_latents"), row.get("num_frames")
+        if latents is not None and num_frames and self._temporal_factor:
+            expected = (num_frames - 1) // self._temporal_factor + 1
+            if latents.shape[2] != expected:
+                yield f"video_latents have {latents.shape[2]} frames; {num_frames} frames make {expected}"
+        width, height = row.get("bucket_resolution") or row["crop_resolution"]
+        frame = data.get("first_frame")
+        if frame is not None and list(frame.shape) != [height, width, 3]:
+            yield f"first_frame has shape {list(frame.shape)}; the bucket is {width}x{height}"
+        if frame is None and data.get("processing_mode") == "video":
+            yield "has no first_frame, though it is a whole clip"
 
 
 class _Decoder:

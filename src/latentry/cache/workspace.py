@@ -204,18 +204,27 @@ class Workspace:
         content = {"rows": list(commit.rows), "failures": [asdict(failure) for failure in commit.failures]}
         self._write_json(self._commits / f"{commit.task_id}.json", content)
 
+    def remove_drafts(self) -> None:
+        """Remove what a process that was ended in mid-write left."""
+        for folder in self._bucket_folders():
+            for path in folder.glob(".*.tmp"):
+                path.unlink(missing_ok=True)
+
     def sweep(self, rows: Iterable[Row]) -> None:
-        """Remove cache files that no row names, and drafts that a killed run left."""
+        """Remove drafts, and cache files that no row names."""
+        self.remove_drafts()
         kept = {self._file(row) for row in rows}
-        for folder in self.folder.iterdir():
-            if not (folder.is_dir() and _BUCKET_FOLDER.fullmatch(folder.name)):
-                continue
+        for folder in self._bucket_folders():
             for path in folder.iterdir():
-                draft = path.name.startswith(".") and path.name.endswith(".tmp")
-                if draft or (_CACHE_FILE.fullmatch(path.name) and path not in kept):
+                if _CACHE_FILE.fullmatch(path.name) and path not in kept:
                     path.unlink()
             if not any(folder.iterdir()):
                 folder.rmdir()
+
+    def _bucket_folders(self) -> list[Path]:
+        return [
+            path for path in self.folder.iterdir() if path.is_dir() and _BUCKET_FOLDER.fullmatch(path.name)
+        ]
 
     def finish(
         self, rows: Sequence[Row], failures: Sequence[Failure], shard_size: int, header: Mapping[str, Any]

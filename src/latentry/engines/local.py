@@ -141,6 +141,7 @@ def _run_in_processes(job: Job, tasks: Sequence[Task], devices: Sequence[str], w
             worker.terminate()
         for worker in workers:
             worker.join()
+        Workspace(job.output).remove_drafts()
         for channel in (waiting, reports):
             channel.cancel_join_thread()
             channel.close()

@@ -5,6 +5,7 @@ Everything else, from planning to committing, is the same for pictures and clips
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -105,8 +106,12 @@ class VideoChoices:
             ("target_frames", self.target_frames),
             ("target_fps", self.target_fps),
         ):
-            if number is not None and not number > 0:
+            if number is not None and not 0 < number < math.inf:
                 raise ConfigError(f"{name} is {number}; it must be positive")
+        if self.mode == "frames" and (self.target_fps or self.target_frames):
+            raise ConfigError(
+                "target_fps and target_frames are for whole clips; in frames mode set num_frames"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +131,9 @@ class Videos:
             return Extent(info.width, info.height, 1, min(choices.num_frames, info.num_frames))
         available = info.num_frames
         if choices.target_fps is not None:
-            available = int(info.duration_s * choices.target_fps + 1e-6) + 1
+            if info.last_frame_s is None:
+                raise MediaError("gives no time stamps, which target_fps needs; leave target_fps out")
+            available = int(info.last_frame_s * choices.target_fps + 1e-6) + 1
         count = choices.target_frames or (available - 1) // self.frame_step * self.frame_step + 1
         if available < count and choices.short_clips == "skip":
             rate = f" at {choices.target_fps:g} a second" if choices.target_fps else ""
@@ -165,8 +172,6 @@ class Videos:
                     )
                 return [min(i, last) for i in range(count)]
             return _evenly(last + 1, count)
-        if not timeline.stamps:
-            raise MediaError("gives no time stamps, which target_fps needs; leave target_fps out")
         stamps = np.array(timeline.stamps, dtype=np.float64)
         times = (stamps - stamps[0]) * timeline.seconds_per_unit
         asked = np.arange(count) / self.choices.target_fps

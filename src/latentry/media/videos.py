@@ -35,7 +35,8 @@ class VideoInfo:
     """As shown, that is, after its rotation."""
     height: int
     num_frames: int
-    duration_s: float
+    last_frame_s: float | None
+    """When the last frame is shown, counted from the first; None if the file gives no time stamps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,22 +59,19 @@ class Timeline:
 
 
 def probe_video(path: Path) -> VideoInfo:
-    """Size, frame count and length; the header is believed where it has them, one frame is decoded."""
+    """Size, frames and length: one frame is decoded, the packets are counted.
+
+    What headers say of the number of frames is not believed: fragments, edit lists and cut-off tails all make
+    it wrong.
+    """
     with _opened(path) as (container, stream):
         frame = next(container.decode(stream), None)
         if frame is None:
             raise MediaError("has no frame that can be decoded")
-        count = stream.frames
-        rate = stream.average_rate or stream.guessed_rate
-        duration_s = float(stream.duration * stream.time_base) if stream.duration else 0.0
         height, width = _upright_shape(frame, _shown_width(frame, stream))
-    if count <= 0:
-        timeline = read_timeline(path)
-        count = timeline.num_frames
-        duration_s = timeline.time_s(count - 1) if timeline.stamps else duration_s
-    if not duration_s and rate:
-        duration_s = float(count / rate)
-    return VideoInfo(width, height, count, duration_s)
+    timeline = read_timeline(path)
+    last_s = timeline.time_s(timeline.num_frames - 1) if timeline.stamps else None
+    return VideoInfo(width, height, timeline.num_frames, last_s)
 
 
 def read_timeline(path: Path) -> Timeline:
@@ -82,11 +80,12 @@ def read_timeline(path: Path) -> Timeline:
     keys: list[int] = []
     with _opened(path) as (container, stream):
         for packet in container.demux(stream):
-            if packet.size == 0 or packet.is_discard:
+            if packet.size == 0:
                 continue
-            stamps.append(packet.pts)
             if packet.is_keyframe and packet.pts is not None:
                 keys.append(packet.pts)
+            if not packet.is_discard:  # before an edit list's beginning: decoded, but never shown
+                stamps.append(packet.pts)
         unit = float(stream.time_base)
     known = sorted(stamp for stamp in stamps if stamp is not None)
     if len(known) != len(stamps) or len(set(known)) != len(known) or not keys:
@@ -225,7 +224,7 @@ def _to_rgb(frame: Any, stream: Any) -> Pixels:
 
 
 def _without_combing(pixels: Pixels) -> Pixels:
-    """Keep the lines of the first field, and fill the others with the mean of their neighbours."""
+    """Keep the even lines, one field, and fill the others with the mean of their neighbours."""
     kept = pixels[::2].astype(np.uint16)
     below = np.concatenate([kept[1:], kept[-1:]])
     filled: Pixels = pixels.copy()

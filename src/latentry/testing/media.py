@@ -47,6 +47,7 @@ def make_counter_clip(
     rotation: int = 0,
     gop_size: int = 12,
     options: dict[str, str] | None = None,
+    container_options: dict[str, str] | None = None,
 ) -> Path:
     """A clip of counting frames: ``make_counter_clip(tmp_path / "clip.mp4", 60, codec="libx265")``.
 
@@ -56,7 +57,7 @@ def make_counter_clip(
     import av
 
     container: Any
-    with av.open(str(path), "w") as container:
+    with av.open(str(path), "w", options=container_options or {}) as container:
         stream = container.add_stream(codec, rate=rate, options=options or {})
         stream.width, stream.height = size
         stream.pix_fmt = pixel_format
