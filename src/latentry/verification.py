@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -87,14 +88,12 @@ def verify_cache(
     decoder = _Decoder(dataset.cache_dir, find_devices(device)[0]) if decode else None
     problems: list[Problem] = []
     psnr: dict[str, float] = {}
-    uniform = _Uniformity(dataset)
+    kinds = _Kinds()
     listed = set()
     for number, row in enumerate(dataset.metadata):
         relative = dataset.index.relative_file(number)
         listed.add(relative)
-        found = [
-            Problem(relative, what) for what in _sample_problems(dataset, number, relative, row, uniform)
-        ]
+        found = [Problem(relative, what) for what in _sample_problems(dataset, number, relative, row, kinds)]
         if decoder and not found:
             try:
                 if content_digest(decoder.source_of(row)) != row["source_digest"]:
@@ -104,6 +103,7 @@ def verify_cache(
                 found.append(Problem(relative, f"its source {decoder.source_of(row)} {error}"))
         problems += found
         on_progress(number + 1, len(dataset))
+    problems += kinds.outliers()
     for path in sorted(dataset.cache_dir.glob("*x*/*")):
         relative = path.relative_to(dataset.cache_dir).as_posix()
         if path.is_file() and relative not in listed:
@@ -131,7 +131,7 @@ def _sample_problems(
     number: int,
     relative: str,
     row: Mapping[str, Any],
-    uniform: _Uniformity,
+    kinds: _Kinds,
 ) -> Iterator[str]:
     try:
         item = dataset[number]
@@ -148,39 +148,47 @@ def _sample_problems(
     for key in ("prompt", "bucket_id", "num_frames", "model_type"):
         if key in row and key in data and row[key] != data[key]:
             yield f"{key} is {data[key]!r}, but its row says {row[key]!r}"
-    yield from uniform.problems(data, row)
+    kinds.note(relative, data)
+    yield from _clip_problems(data, row, dataset.index.metadata.processor)
     if "file_digest" in row and row["file_digest"] != content_digest(dataset.cache_dir / relative):
         yield "its bytes are not those that were written: the checksum differs"
 
 
-class _Uniformity:
-    """What all files of a cache must have alike: dtypes, the shapes of text, latent frames for frames."""
+class _Kinds:
+    """The dtypes and text shapes of a cache's tensors: what most files have, all must have."""
 
-    def __init__(self, dataset: BaseMultiresolutionDataset) -> None:
-        name = dataset.index.metadata.processor
-        self._temporal_factor = processor_class(name).info.temporal_factor if name in PROCESSORS else None
-        self._first: dict[str, str] = {}
+    def __init__(self) -> None:
+        self._files: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
 
-    def problems(self, data: Mapping[str, Any], row: Mapping[str, Any]) -> Iterator[str]:
+    def note(self, relative: str, data: Mapping[str, Any]) -> None:
         for key, value in data.items():
-            if not isinstance(value, torch.Tensor):
-                continue
-            # Latents and first frames have their bucket's shape, which is checked elsewhere.
-            free_shape = key in ("latent", "video_latents", "first_frame")
-            kind = f"{value.dtype}" if free_shape else f"{value.dtype} {list(value.shape)}"
-            if kind != self._first.setdefault(key, kind):
-                yield f"{key} is {kind}, but {self._first[key]} in the cache's other files"
-        latents, num_frames = data.get("video_latents"), row.get("num_frames")
-        if latents is not None and num_frames and self._temporal_factor:
-            expected = (num_frames - 1) // self._temporal_factor + 1
-            if latents.shape[2] != expected:
-                yield f"video_latents have {latents.shape[2]} frames; {num_frames} frames make {expected}"
-        width, height = row.get("bucket_resolution") or row["crop_resolution"]
-        frame = data.get("first_frame")
-        if frame is not None and list(frame.shape) != [height, width, 3]:
-            yield f"first_frame has shape {list(frame.shape)}; the bucket is {width}x{height}"
-        if frame is None and data.get("processing_mode") == "video":
-            yield "has no first_frame, though it is a whole clip"
+            if isinstance(value, torch.Tensor):
+                # Latents and first frames have their bucket's shape, which is checked elsewhere.
+                bucketed = key in ("latent", "video_latents", "first_frame")
+                kind = f"{value.dtype}" if bucketed else f"{value.dtype} {list(value.shape)}"
+                self._files[key][kind].append(relative)
+
+    def outliers(self) -> Iterator[Problem]:
+        for key, kinds in self._files.items():
+            usual = max(kinds, key=lambda kind: len(kinds[kind]))
+            for kind in kinds.keys() - {usual}:
+                for relative in kinds[kind]:
+                    yield Problem(relative, f"{key} is {kind}, but {usual} in the cache's other files")
+
+
+def _clip_problems(data: Mapping[str, Any], row: Mapping[str, Any], processor: str | None) -> Iterator[str]:
+    """What is wrong with a clip's frames."""
+    latents, num_frames = data.get("video_latents"), row.get("num_frames")
+    if latents is not None and num_frames and processor in PROCESSORS:
+        expected = (num_frames - 1) // processor_class(processor).info.temporal_factor + 1
+        if latents.shape[2] != expected:
+            yield f"video_latents have {latents.shape[2]} frames; {num_frames} frames make {expected}"
+    width, height = row.get("bucket_resolution") or row["crop_resolution"]
+    frame = data.get("first_frame")
+    if frame is not None and list(frame.shape) != [height, width, 3]:
+        yield f"first_frame has shape {list(frame.shape)}; the bucket is {width}x{height}"
+    if frame is None and data.get("processing_mode") == "video":
+        yield "has no first_frame, though it is a whole clip"
 
 
 class _Decoder:
