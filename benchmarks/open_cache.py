@@ -12,7 +12,6 @@ import argparse
 import json
 import multiprocessing
 import random
-import resource
 import shutil
 import tempfile
 import time
@@ -74,11 +73,17 @@ def open_latentry(folder: Path) -> int:
 def measure(way: str, folder: Path, queue: multiprocessing.Queue) -> None:
     if way != "usual":
         import latentry.datasets  # noqa: F401 - the imports are not part of opening
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    before = peak_mb()
     start = time.perf_counter()
     (open_usual if way == "usual" else open_latentry)(folder)
     elapsed = time.perf_counter() - start
-    queue.put((elapsed, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024 - before))
+    queue.put((elapsed, peak_mb() - before))
+
+
+def peak_mb() -> float:
+    """This process's own peak; what getrusage reports would include its parent's."""
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) for line in status if line.startswith("VmHWM")) / 1024
 
 
 def run(way: str, label: str, folder: Path) -> tuple[float, float]:

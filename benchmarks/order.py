@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import random
-import resource
 import time
 from types import SimpleNamespace
 
@@ -61,7 +60,9 @@ class PlainSampler:
 
 
 def peak_mb() -> float:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    """This process's own peak; what getrusage reports would include its parent's."""
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) for line in status if line.startswith("VmHWM")) / 1024
 
 
 def measure(kind: str, num_samples: int, order: str, queue: multiprocessing.Queue) -> None:

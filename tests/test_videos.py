@@ -273,19 +273,22 @@ def test_memory_does_not_grow_with_the_film(tmp_path):
         tmp_path / "film.mp4", 1000, size=(1280, 720), gop_size=50, options={"preset": "ultrafast"}
     )
     code = f"""
-import resource
 from pathlib import Path
 from latentry.media.videos import read_frames, read_timeline
 from latentry.testing import read_counter
 import av
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+def peak_mb():
+    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM")) / 1024
+
+before = peak_mb()
 film = Path({str(film)!r})
 wanted = list(range(0, 1000, 25))
 assert read_frames(film, read_timeline(film), wanted, read_counter) == wanted
-print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
+print(peak_mb() - before)
 """
     grown_mb = float(subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout)
-    assert grown_mb < 300
+    assert 1 < grown_mb < 300, "the frames alone are 2,600 MB"
 
 
 # ---- processors -----------------------------------------------------------------------------
