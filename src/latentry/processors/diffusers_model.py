@@ -93,3 +93,11 @@ def draw(posterior: Any, seeds: list[int]) -> torch.Tensor:
     noise = [torch.randn(shape, generator=torch.Generator().manual_seed(seed)) for seed in seeds]
     drawn: torch.Tensor = posterior.mean + posterior.std * torch.stack(noise).to(posterior.mean)
     return drawn
+
+
+def tile(vae: Any) -> bool:
+    """Let a VAE encode in tiles; False if it does already."""
+    if vae.use_tiling:
+        return False
+    vae.enable_tiling()
+    return True

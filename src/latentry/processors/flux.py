@@ -19,6 +19,7 @@ from latentry.processors.diffusers_model import (
     model_folder,
     require_packages,
     scaled_pixels,
+    tile,
     unscaled_pixels,
 )
 from latentry.records import ProcessorInfo
@@ -104,7 +105,4 @@ class FluxProcessor:
         return [{} for _ in pixels]
 
     def enable_tiling(self) -> bool:
-        if self._vae.use_tiling:
-            return False
-        self._vae.enable_tiling()
-        return True
+        return tile(self._vae)

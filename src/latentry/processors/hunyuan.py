@@ -20,6 +20,7 @@ from latentry.processors.diffusers_model import (
     model_folder,
     require_packages,
     scaled_pixels,
+    tile,
     unscaled_pixels,
 )
 from latentry.records import ProcessorInfo
@@ -122,7 +123,4 @@ class HunyuanProcessor:
         return unscaled_pixels(self._vae.decode(latents, return_dict=False)[0])
 
     def enable_tiling(self) -> bool:
-        if self._vae.use_tiling:
-            return False
-        self._vae.enable_tiling()
-        return True
+        return tile(self._vae)

@@ -18,13 +18,13 @@ from latentry.processors.diffusers_model import (
     model_folder,
     require_packages,
     scaled_pixels,
+    tile,
     unscaled_pixels,
 )
 from latentry.records import ProcessorInfo
 
 TEXT_LENGTH = 226
 _COMPONENTS = ("vae", "text_encoder", "tokenizer")
-_TIED = "encoder.embed_tokens.weight"
 
 
 class WanProcessor:
@@ -50,13 +50,11 @@ class WanProcessor:
         self._device, self._dtype = device, dtype
         with loading(folder):
             self._vae: Any = AutoencoderKLWan.from_pretrained(folder, subfolder="vae", torch_dtype=dtype)
-            self._umt5, report = UMT5EncoderModel.from_pretrained(
-                folder, subfolder="text_encoder", dtype=dtype, output_loading_info=True
-            )
+            self._umt5: Any = UMT5EncoderModel.from_pretrained(folder, subfolder="text_encoder", dtype=dtype)
             self._tokenizer: Any = AutoTokenizer.from_pretrained(folder, subfolder="tokenizer")
-        if _TIED in report["missing_keys"]:
-            # The checkpoint has the embedding once, as shared.weight; left alone, the encoder's is random.
-            self._umt5.encoder.embed_tokens.weight = self._umt5.shared.weight
+        # Checkpoints have the embedding once, as shared.weight; some releases of transformers 5 leave the
+        # encoder's own copy of it empty, and every text would be the same.
+        self._umt5.encoder.embed_tokens.weight = self._umt5.shared.weight
         for module in (self._vae, self._umt5):
             module.to(device).eval().requires_grad_(False)
         shape = (1, self._vae.config.z_dim, 1, 1, 1)
@@ -100,7 +98,4 @@ class WanProcessor:
         return unscaled_pixels(self._vae.decode(latents, return_dict=False)[0])
 
     def enable_tiling(self) -> bool:
-        if self._vae.use_tiling:
-            return False
-        self._vae.enable_tiling()
-        return True
+        return tile(self._vae)
