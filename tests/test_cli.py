@@ -133,6 +133,35 @@ def test_some_bad_inputs_are_exit_status_2(run, tmp_path):
         (["image", "--image_dir", EXAMPLES, "--output_dir", "/proc/cache"], "cannot be written to"),
         (["image", "--image_dir", EXAMPLES, "--output_dir", "y", "--stochastic"], "leave out --stochastic"),
         (["image", "--image_dir", EXAMPLES, "--output_dir", "y", "--max_pixels", "0"], "max_pixels is 0"),
+        (
+            ["video", "--video_dir", EXAMPLES, "--output_dir", "y", "--height", "64"],
+            "--height and --width go together",
+        ),
+        (
+            [
+                "video",
+                "--video_dir",
+                EXAMPLES,
+                "--output_dir",
+                "y",
+                "--height",
+                "64",
+                "--width",
+                "64",
+                "--max_pixels",
+                "9",
+            ],
+            "fix the size",
+        ),
+        (
+            ["video", "--video_dir", EXAMPLES, "--output_dir", "y"],
+            "holds no media; looked for files ending in avi, mkv",
+        ),
+        (
+            ["video", "--video_dir", EXAMPLES, "--output_dir", "y", "--processor", "flux"],
+            "encodes images, not videos",
+        ),
+        (["verify", "missing"], "no folder"),
     ],
 )
 def test_mistakes_are_one_line_and_exit_status_1(run, tmp_path, monkeypatch, arguments, says):
