@@ -54,6 +54,14 @@ class _Decoded:
     digest: str
 
 
+def free_bytes(device: str) -> float:
+    """What can still be allocated on a GPU; of a CPU's memory nothing is said."""
+    if not device.startswith("cuda"):
+        return math.inf
+    free, _ = torch.cuda.mem_get_info(device)
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+
+
 def in_halves(call: Callable[[Any], Any], batch: Any) -> list[Any]:
     """``list(call(batch))``; where the device's memory is too small for that, of its halves."""
     try:
@@ -95,6 +103,7 @@ class TaskRunner:
         *,
         batch_size: int,
         num_threads: int,
+        device: str = "cpu",
         verify: bool = False,
         on_outcome: Callable[[Outcome], None] = lambda _: None,
     ) -> None:
@@ -106,6 +115,8 @@ class TaskRunner:
         self._output = output
         self._batch_size = batch_size
         self._num_threads = num_threads
+        self._device = device
+        self._tiled = False
         self._verify = verify
         self._on_outcome = on_outcome
         self._failures_in_a_row = 0
@@ -215,6 +226,8 @@ class TaskRunner:
         if self._recipe.stochastic:
             seeds = [derived_key(self._recipe.seed, "latent", d.sample.name, d.digest) for d in batch]
         try:
+            if not self._fits(pixels):
+                raise torch.OutOfMemoryError
             return self._processor.encode_pixels(pixels, seeds).cpu()
         except torch.OutOfMemoryError:
             torch.cuda.empty_cache()
@@ -225,6 +238,7 @@ class TaskRunner:
                     for part in (slice(half), slice(half, None))
                 )
                 return torch.cat(list(parts))
+            self._tiled = True
             if not self._processor.enable_tiling():
                 raise RunError(
                     f"the device's memory is too small for {batch[0].sample.name}; take a smaller resolution or fewer frames"
@@ -233,6 +247,13 @@ class TaskRunner:
                 "the device's memory is too small to encode whole samples: going on in tiles, more slowly"
             )
             return self._encode_pixels(batch, pixels)
+
+    def _fits(self, pixels: torch.Tensor) -> bool:
+        """Whether encoding these whole is known to take no more memory than the device has free."""
+        num_pixels = pixels.numel() // pixels.shape[1]
+        size = getattr(torch, self._recipe.dtype).itemsize / 2
+        need = self._processor.info.encode_bytes_per_pixel * num_pixels * size
+        return self._tiled or need == 0 or need <= free_bytes(self._device)
 
     def _cache_data(self, decoded: _Decoded, latent: torch.Tensor, fields: Fields) -> dict[str, Any]:
         sample, cut = decoded.sample, decoded.cut

@@ -104,6 +104,7 @@ def _work(job: Job, next_task: Callable[[], Task], device: str, share: int, watc
         job.output,
         batch_size=job.batch_size or default_batch_size(device, job.recipe),
         num_threads=min(8, max(2, cores)),
+        device=device,
         verify=job.verify,
         on_outcome=lambda outcome: watch(device, outcome),
     )

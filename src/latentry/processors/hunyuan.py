@@ -40,6 +40,7 @@ class HunyuanProcessor:
         spatial_factor=16,
         temporal_factor=4,
         quantum=16,
+        encode_bytes_per_pixel=1900,  # 92 GB for 121 frames of 848x480 on an H200
     )
 
     def __init__(self, model_name: str, device: torch.device, dtype: torch.dtype) -> None:

@@ -38,6 +38,7 @@ class WanProcessor:
         spatial_factor=8,
         temporal_factor=4,
         quantum=16,
+        encode_bytes_per_pixel=130,  # 4 GB for 81 frames of 832x480 on an H200
     )
 
     def __init__(self, model_name: str, device: torch.device, dtype: torch.dtype) -> None:
