@@ -37,6 +37,13 @@ _ASSIGN_CHUNK = 1 << 16
 """Images per vectorised step: small enough that every intermediate stays in the L2 cache."""
 
 
+def aspect_name(aspect_ratio: float) -> str:
+    """``tall``, ``square`` or ``wide``: part of a bucket's key in the documented interface."""
+    if aspect_ratio < 0.85:
+        return "tall"
+    return "wide" if aspect_ratio > 1.18 else "square"
+
+
 class MultiTierBucketCalculator:
     """Resolution buckets within a pixel budget, and the best one for a picture.
 

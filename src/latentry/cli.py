@@ -157,7 +157,7 @@ def _add_common(parser: argparse.ArgumentParser, where: Any, *, preset: str, out
         recipe,
         "--output_format",
         default=output_format,
-        help=f"meta, pt or safetensors (default: {output_format})",
+        help=f"meta, pt, safetensors, or packed for a million samples and more (default: {output_format})",
     )
     _flag(recipe, "--stochastic", action="store_true", help="sample the posterior instead of taking its mean")
     _flag(recipe, "--seed", type=int, default=42, help="for random crops and --stochastic")
@@ -170,7 +170,7 @@ def _add_common(parser: argparse.ArgumentParser, where: Any, *, preset: str, out
         how,
         "--batch_size",
         type=int,
-        help="samples encoded together (default: 8 on a GPU; 1 on a CPU and for clips)",
+        help="samples encoded together (default: by the GPU's free memory; 1 on a CPU and for clips)",
     )
     _flag(how, "--shard_size", type=int, default=10_000, help="samples per metadata shard")
     _flag(how, "--verify", action="store_true", help="decode every latent again and report how close it is")

@@ -9,17 +9,19 @@ from __future__ import annotations
 import logging
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils.data import Dataset
 
-from latentry.buckets import MultiTierBucketCalculator
-from latentry.cache.files import load_cache_file
+from latentry.buckets import MultiTierBucketCalculator, aspect_name
 from latentry.cache.index import CacheIndex, index_of_rows, open_index
+from latentry.cache.memory import BatchMemory
 from latentry.cache.metadata import MetadataRows
+from latentry.cache.packed import PackedIndex, PackedRows
+from latentry.cache.samples import FileSamples, PackedSamples, Samples, open_samples
 from latentry.errors import CacheFileError, ConfigError
 from latentry.records import BucketShape
 
@@ -43,14 +45,23 @@ class BaseMultiresolutionDataset(Dataset[dict[str, Any]], ABC):
             raise ConfigError(f"cache_dir is {cache_dir!r}; it must be the path of a folder")
         self.cache_dir = Path(cache_dir).expanduser().absolute()
         self.calculator = MultiTierBucketCalculator(quantization=quantization)
+        self.batch_memory = BatchMemory()
         self._open()
 
     def _open(self) -> None:
-        self.index: CacheIndex = open_index(self.cache_dir, self._aspect_ratio_to_name)
-        self._rows: Sequence[dict[str, Any]] = MetadataRows(
-            self.cache_dir, self.index.metadata.shards, self.index.shard_lengths
-        )
+        self.index: CacheIndex | PackedIndex = open_index(self.cache_dir, self._aspect_ratio_to_name)
+        self.samples: Samples = open_samples(self.cache_dir, self.index)
+        self._rows: Sequence[dict[str, Any]]
+        if isinstance(self.index, PackedIndex):
+            self._rows = PackedRows(self.cache_dir, self.index)
+        else:
+            self._rows = MetadataRows(self.cache_dir, self.index.metadata.shards, self.index.shard_lengths)
         self._group_by_bucket()
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether samples lie in shards, rather than in files of their own."""
+        return isinstance(self.samples, PackedSamples)
 
     @property
     def metadata(self) -> Sequence[dict[str, Any]]:
@@ -60,15 +71,20 @@ class BaseMultiresolutionDataset(Dataset[dict[str, Any]], ABC):
     @metadata.setter
     def metadata(self, rows: Sequence[dict[str, Any]]) -> None:
         self._rows = list(rows)
+        if isinstance(self.samples, PackedSamples):
+            self.samples = self.samples.some([row["packed_row"] for row in self._rows])
         self.index = index_of_rows(
             self._rows, self.index.metadata, self.cache_dir, self._aspect_ratio_to_name
         )
+        if not self.is_packed:
+            self.samples = FileSamples(self.cache_dir, self.index)
 
     def __getstate__(self) -> dict[str, Any]:
         """Leaves out what a worker process can open by itself."""
-        if not isinstance(self._rows, MetadataRows):
+        if not isinstance(self._rows, (MetadataRows, PackedRows)):
             return self.__dict__
-        return {k: v for k, v in self.__dict__.items() if k not in ("index", "_rows", "bucket_groups")}
+        reopened = ("index", "samples", "_rows", "bucket_groups")
+        return {k: v for k, v in self.__dict__.items() if k not in reopened}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -77,9 +93,7 @@ class BaseMultiresolutionDataset(Dataset[dict[str, Any]], ABC):
 
     def _aspect_ratio_to_name(self, aspect_ratio: float) -> str:
         """``tall``, ``square`` or ``wide``."""
-        if aspect_ratio < 0.85:
-            return "tall"
-        return "wide" if aspect_ratio > 1.18 else "square"
+        return aspect_name(aspect_ratio)
 
     def _group_by_bucket(self) -> None:
         """Fill ``bucket_groups`` and ``sorted_bucket_keys``."""
@@ -126,23 +140,34 @@ class BaseMultiresolutionDataset(Dataset[dict[str, Any]], ABC):
 
     def _load(self, idx: int) -> CachedSample:
         row = range(len(self))[idx]
-        relative = self.index.relative_file(row)
         return CachedSample(
-            self.cache_dir / relative, self.index.shape(row), load_cache_file(self.cache_dir, relative)
+            self.samples.where(row), self._file(row), self.index.shape(row), self.samples.load(row)
         )
+
+    def _load_many(self, indices: Sequence[int], names: Collection[str]) -> list[CachedSample]:
+        """Several samples, with these of their tensors, side by side in memory that is used again and again."""
+        rows = [range(len(self))[idx] for idx in indices]
+        return [
+            CachedSample(self.samples.where(row), self._file(row), self.index.shape(row), data)
+            for row, data in zip(rows, self.samples.load_many(rows, names, self.batch_memory), strict=True)
+        ]
+
+    def _file(self, row: int) -> str:
+        return str(self.cache_dir / self.index.relative_file(row))
 
 
 class CachedSample:
     """A cache file's dictionary, together with what it must agree with."""
 
-    def __init__(self, path: Path, shape: BucketShape, data: dict[str, Any]) -> None:
-        self.path = path
+    def __init__(self, where: str, file: str, shape: BucketShape, data: dict[str, Any]) -> None:
+        self.where = where
+        self.file = file
         self.shape = shape
         self.data = data
 
     def value(self, key: str) -> Any:
         if self.data.get(key) is None:
-            raise CacheFileError(f"{self.path} has no {key}; it holds {', '.join(map(str, self.data))}")
+            raise CacheFileError(f"{self.where} has no {key}; it holds {', '.join(map(str, self.data))}")
         return self.data[key]
 
     def pair(self, key: str) -> torch.Tensor:
@@ -152,19 +177,19 @@ class CachedSample:
             first, second = (int(number) for number in value)
         except (TypeError, ValueError, RuntimeError):
             found = " ".join(repr(value).split())
-            raise CacheFileError(f"{self.path}: {key} is {found}; it must be two numbers") from None
+            raise CacheFileError(f"{self.where}: {key} is {found}; it must be two numbers") from None
         return torch.tensor([first, second])
 
     def tensor(self, key: str, num_dims: int) -> torch.Tensor:
         """The tensor under this key; a leading dimension of 1 too many is taken off."""
         value = self.value(key)
         if not isinstance(value, torch.Tensor):
-            raise CacheFileError(f"{self.path}: {key} is a {type(value).__name__}, not a tensor")
+            raise CacheFileError(f"{self.where}: {key} is a {type(value).__name__}, not a tensor")
         if value.ndim == num_dims + 1 and value.shape[0] == 1:
             value = value[0]
         if value.ndim != num_dims:
             raise CacheFileError(
-                f"{self.path}: {key} has shape {list(value.shape)}; expected {num_dims} dimensions"
+                f"{self.where}: {key} has shape {list(value.shape)}; expected {num_dims} dimensions"
             )
         return value
 
@@ -175,12 +200,12 @@ class CachedSample:
         factor = self.shape.width // max(1, width)
         if (width * factor, height * factor) != (self.shape.width, self.shape.height):
             raise CacheFileError(
-                f"{self.path}: {key} has shape {list(value.shape)}, which is not a scaled-down "
+                f"{self.where}: {key} has shape {list(value.shape)}, which is not a scaled-down "
                 f"{self.shape.width}x{self.shape.height}, the bucket in its row"
             )
         if self.shape.num_frames is not None and num_dims == 4 and value.shape[1] > self.shape.num_frames:
             raise CacheFileError(
-                f"{self.path}: {key} has {value.shape[1]} frames, but its row says num_frames {self.shape.num_frames}"
+                f"{self.where}: {key} has {value.shape[1]} frames, but its row says num_frames {self.shape.num_frames}"
             )
         return value
 
@@ -195,7 +220,21 @@ class TextToImageDataset(BaseMultiresolutionDataset):
         super().__init__(cache_dir, quantization=64)
 
     def __getitem__(self, idx: int) -> dict[str, Any]:
-        sample = self._load(idx)
+        return self._item(self._load(idx))
+
+    def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Any]]:
+        """A batch at once; its tensors lie side by side, so that collating copies nothing."""
+        if type(self).__getitem__ is not TextToImageDataset.__getitem__:
+            return [self[idx] for idx in indices]
+        return [self._item(sample) for sample in self._load_many(indices, self._tensor_names)]
+
+    @property
+    def _tensor_names(self) -> tuple[str, ...]:
+        if self.train_text_encoder:
+            return ("latent", "clip_tokens", "t5_tokens")
+        return ("latent", "prompt_embeds", "pooled_prompt_embeds", "clip_hidden")
+
+    def _item(self, sample: CachedSample) -> dict[str, Any]:
         shape = sample.shape
         item: dict[str, Any] = {
             "latent": sample.latents("latent", 3),
@@ -206,7 +245,7 @@ class TextToImageDataset(BaseMultiresolutionDataset):
             "image_path": sample.value("image_path"),
             "bucket_id": sample.data.get("bucket_id"),
             "aspect_ratio": sample.data.get("aspect_ratio", shape.width / shape.height),
-            "cache_file": str(sample.path),
+            "cache_file": sample.file,
         }
         if self.train_text_encoder:
             item["clip_tokens"] = sample.tensor("clip_tokens", 1)
@@ -241,14 +280,23 @@ class TextToVideoDataset(BaseMultiresolutionDataset):
             )
 
     def __getitem__(self, idx: int) -> dict[str, Any]:
-        sample = self._load(idx)
+        return self._item(self._load(idx))
+
+    def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Any]]:
+        """A batch at once; its tensors lie side by side, so that collating copies nothing."""
+        if type(self).__getitem__ is not TextToVideoDataset.__getitem__:
+            return [self[idx] for idx in indices]
+        names = ("video_latents", "text_embeddings", *VIDEO_OPTIONAL_FIELDS)
+        return [self._item(sample) for sample in self._load_many(indices, names)]
+
+    def _item(self, sample: CachedSample) -> dict[str, Any]:
         shape = sample.shape
         item: dict[str, Any] = {
             "video_latents": sample.latents("video_latents", 4)[None].to(self.device),
             "text_embeddings": sample.tensor("text_embeddings", 2)[None].to(self.device),
             "bucket_resolution": torch.tensor([shape.width, shape.height]),
             "aspect_ratio": sample.data.get("aspect_ratio", shape.width / shape.height),
-            "cache_file": str(sample.path),
+            "cache_file": sample.file,
         }
         for key, num_dims in VIDEO_OPTIONAL_FIELDS.items():
             if sample.data.get(key) is not None:

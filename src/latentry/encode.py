@@ -1,8 +1,10 @@
-"""One task: decode, batch, encode, write. A bounded, overlapped pipeline, the same for pictures and clips.
+"""Tasks: decode, batch, encode, write. A bounded, overlapped pipeline, the same for pictures and clips.
 
-Threads decode and cut samples some batches ahead, the calling thread runs the model, other threads
-serialise and write what it has finished. At no time are more than a few batches in memory. A sample that
-fails is noted and the others go on; which samples share a batch depends on the task alone.
+Threads decode and cut samples some batches ahead, the calling thread feeds the device, other threads
+serialise and write what it has finished. The device is never waited for except for the batch before the last:
+while one batch is computed the next is already queued, and results come back through page-locked memory. The
+pipeline goes on from one task to the next without a pause. At no time are more than a few batches in memory.
+A sample that fails is noted and the others go on; which samples share a batch depends on the task alone.
 """
 
 from __future__ import annotations
@@ -10,10 +12,10 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -21,21 +23,30 @@ from typing import Any
 import torch
 
 from latentry.cache.layout import image_file, metadata_row, video_file
-from latentry.cache.writer import cache_file_bytes, write_cache_file
+from latentry.cache.writer import TaskWriter, Threads, task_writer
 from latentry.errors import MediaError, RunError
 from latentry.media.kinds import Cut
 from latentry.order import derived_key
 from latentry.plan import ResolvedRecipe
-from latentry.processors import Fields, Processor
-from latentry.records import Commit, Failure, PlannedSample, Task
+from latentry.processors import Columns, Fields, Processor
+from latentry.processors.gpu.fused import free_bytes
+from latentry.records import Bucket, Commit, Failure, PlannedSample, Task
 from latentry.storage import content_digest
 
 logger = logging.getLogger(__name__)
 
 MAX_FAILURES_IN_A_ROW = 100
 """So many bad files one after the other mean that something is wrong with more than the files."""
-TEXT_BATCH_SIZE = 64
+TEXT_BATCH_SIZE = 32
 """Captions that are encoded together."""
+_BATCHES_QUEUED = 2
+"""On a GPU; a CPU has finished a batch when the call returns."""
+_TASKS_CLOSING = 2
+"""Tasks that are encoded and still being written while a GPU is at the next."""
+_WRITER_THREADS = 8
+_BATCH_PIXELS = 16 << 20
+_MOST_IN_BATCH = 64
+_MEMORY_SHARE = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,18 +65,46 @@ class _Decoded:
     digest: str
 
 
-def free_bytes(device: str) -> float:
-    """What can still be allocated on a GPU; of a CPU's memory nothing is said."""
-    if not device.startswith("cuda"):
-        return math.inf
-    free, _ = torch.cuda.mem_get_info(device)
-    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+@dataclass
+class _Running:
+    """A task under way."""
+
+    task: Task
+    writer: TaskWriter
+    texts: _Texts
+    batch_size: int
+    failures: list[Failure] = field(default_factory=list)
+
+    def commit(self) -> Commit:
+        return Commit(self.task.id, tuple(self.writer.rows()), tuple(self.failures))
 
 
-def in_halves(call: Callable[[Any], Any], batch: Any) -> list[Any]:
-    """``list(call(batch))``; where the device's memory is too small for that, of its halves."""
+@dataclass(frozen=True, slots=True)
+class _Queued:
+    """A batch that the device is still at work on; ``samples`` is None for the end of a task."""
+
+    running: _Running
+    samples: Sequence[_Decoded] | None
+    latents: torch.Tensor
+    problems: torch.Tensor
+    extras: Columns
+    texts: Sequence[Fields]
+    psnrs: Sequence[float | None]
+    ready: torch.cuda.Event | None
+
+
+def to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy in main memory, without waiting for it; there is nothing to do for what is there already."""
+    if not tensor.is_cuda:
+        return tensor
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return host.copy_(tensor, non_blocking=True)
+
+
+def in_halves(call: Callable[[Any], Columns], batch: Any) -> Columns:
+    """``call(batch)``; where the device's memory is too small for that, of its halves."""
     try:
-        return list(call(batch))
+        return call(batch)
     except torch.OutOfMemoryError:
         torch.cuda.empty_cache()
         if len(batch) == 1:
@@ -73,22 +112,29 @@ def in_halves(call: Callable[[Any], Any], batch: Any) -> list[Any]:
                 "the device's memory is too small for a single sample; use a larger device"
             ) from None
         half = len(batch) // 2
-        return in_halves(call, batch[:half]) + in_halves(call, batch[half:])
+        first, second = in_halves(call, batch[:half]), in_halves(call, batch[half:])
+        return {key: torch.cat([column, second[key]]) for key, column in first.items()}
 
 
 class _Texts:
-    """The distinct captions of a task, each encoded once, in batches, as they are reached."""
+    """The distinct captions of a task, each encoded once, in batches, as they are reached, and then let go."""
 
     def __init__(self, processor: Processor, samples: Sequence[PlannedSample]) -> None:
         self._processor = processor
-        self._waiting = list(dict.fromkeys(sample.caption.text for sample in samples))
+        self._uses = Counter(sample.caption.text for sample in samples)
+        self._waiting = list(self._uses)
         self._encoded: dict[str, Fields] = {}
 
     def fields(self, caption: str) -> Fields:
+        """The caption's fields, on their way to main memory."""
         while caption not in self._encoded:
             batch, self._waiting = self._waiting[:TEXT_BATCH_SIZE], self._waiting[TEXT_BATCH_SIZE:]
-            self._encoded.update(zip(batch, in_halves(self._processor.encode_texts, batch), strict=True))
-        return self._encoded[caption]
+            columns = in_halves(self._processor.encode_texts, batch)
+            columns = {key: to_host(column) for key, column in columns.items()}
+            for i, text in enumerate(batch):
+                self._encoded[text] = {key: column[i : i + 1] for key, column in columns.items()}
+        self._uses[caption] -= 1
+        return self._encoded[caption] if self._uses[caption] else self._encoded.pop(caption)
 
 
 class TaskRunner:
@@ -101,7 +147,7 @@ class TaskRunner:
         source: Path,
         output: Path,
         *,
-        batch_size: int,
+        batch_size: int | None,
         num_threads: int,
         device: str = "cpu",
         verify: bool = False,
@@ -115,62 +161,122 @@ class TaskRunner:
         self._output = output
         self._batch_size = batch_size
         self._num_threads = num_threads
-        self._device = device
+        self._device = torch.device(device)
         self._tiled = False
         self._verify = verify
         self._on_outcome = on_outcome
         self._failures_in_a_row = 0
-        self._counts_failures = True
 
-    def run(self, task: Task) -> Commit:
-        """Encode and write the task's samples; what is returned is still to be committed."""
-        rows: list[dict[str, object]] = []
-        failures: list[Failure] = []
-        writing: deque[Future[dict[str, object]]] = deque()
-        with ThreadPoolExecutor(self._num_threads) as readers, ThreadPoolExecutor(2) as writers:
+    def run(self, tasks: Iterable[Task]) -> Iterator[Commit]:
+        """Encode and write the tasks' samples; what comes out is on disk, and still to be committed."""
+        queued: deque[_Queued] = deque()
+        closing: deque[_Running] = deque()
+        on_gpu = self._device.type == "cuda"
+        with (
+            ThreadPoolExecutor(self._num_threads, initializer=self._start_reader) as readers,
+            Threads.running(_WRITER_THREADS) as writers,
+        ):
             try:
-                texts = _Texts(self._processor, task.samples)
-                self._counts_failures = not task.retry
-                for batch in self._batches(task.samples, readers, failures):
-                    for data, sample in self._encode_batch(batch, texts, failures):
-                        writing.append(writers.submit(self._write, data, sample))
-                    while len(writing) > 2 * self._batch_size:
-                        rows.append(writing.popleft().result())
-                rows.extend(future.result() for future in writing)
+                for running, batch in self._batches(tasks, readers, writers):
+                    queued.append(self._queue(running, batch))
+                    while len(queued) > (_BATCHES_QUEUED if on_gpu else 0):
+                        self._land(queued.popleft(), closing)
+                    while closing and (
+                        closing[0].writer.done() or len(closing) > (_TASKS_CLOSING if on_gpu else 0)
+                    ):
+                        yield closing.popleft().commit()
+                while queued:
+                    self._land(queued.popleft(), closing)
+                while closing:
+                    yield closing.popleft().commit()
             except BaseException:
                 readers.shutdown(wait=False, cancel_futures=True)
-                writers.shutdown(wait=False, cancel_futures=True)
                 raise
-        return Commit(task.id, tuple(rows), tuple(failures))
 
     # ---- decode -----------------------------------------------------------------------------
 
+    def _start_reader(self) -> None:
+        if self._device.type == "cuda":
+            torch.set_num_threads(1)  # as many readers as cores: each doing its work in threads is too many
+
+    def _begin(self, task: Task, writers: Threads) -> _Running:
+        stem = hashlib.blake2b(f"{task.id} {self._fingerprint}".encode(), digest_size=16).hexdigest()
+        writer = task_writer(self._output, self._recipe.output_format, task.bucket[:2], stem, writers)
+        return _Running(
+            task, writer, _Texts(self._processor, task.samples), self._samples_per_batch(task.bucket)
+        )
+
+    def _samples_per_batch(self, bucket: Bucket) -> int:
+        """As asked for; else one on a CPU, where batching gains nothing and a latent alone is its pipeline's.
+
+        One for clips, too, which keep any device busy. Pictures are so many that a GPU is used well, a power of
+        two, and no more than half of its free memory is known to hold.
+        """
+        if self._batch_size is not None:
+            return self._batch_size
+        width, height, num_frames = bucket
+        if self._device.type == "cpu" or (num_frames or 1) > 1:
+            return 1
+        most = min(_MOST_IN_BATCH, max(1, _BATCH_PIXELS // (width * height)))
+        need = self._processor.bytes_needed(torch.empty(1, 3, height, width, device="meta"))
+        if need:
+            most = min(most, max(1, int(free_bytes(self._device) * _MEMORY_SHARE) // need))
+        return 1 << (most.bit_length() - 1)
+
     def _batches(
-        self, samples: Sequence[PlannedSample], readers: ThreadPoolExecutor, failures: list[Failure]
-    ) -> Iterator[list[_Decoded]]:
-        """Decoded samples in groups of the batch size, read ahead but not too far."""
-        files = [tuple(group) for _, group in groupby(samples, key=lambda sample: sample.file)]
-        ahead = 2 * self._batch_size + self._num_threads
-        waiting = deque(readers.submit(self._decode, group) for group in files[:ahead])
-        rest = iter(files[ahead:])
+        self, tasks: Iterable[Task], readers: ThreadPoolExecutor, writers: Threads
+    ) -> Iterator[tuple[_Running, list[_Decoded] | None]]:
+        """Decoded samples in groups of the batch size, read ahead but not too far; None ends a task."""
+        source = self._files(tasks, readers, writers)
+        ahead: deque[_Reading] = deque()
+        num_ahead = 0
         batch: list[_Decoded] = []
-        for group in files:
-            result = waiting.popleft().result()
-            if (following := next(rest, None)) is not None:
-                waiting.append(readers.submit(self._decode, following))
-            if isinstance(result, str):
-                for sample in group:
-                    self._fail(sample, result, failures)
-                self._count_bad_file(group[0].file.name, result)
-                continue
-            self._failures_in_a_row = 0
-            for decoded in result:
-                batch.append(decoded)
-                if len(batch) == self._batch_size:
-                    yield batch
+        exhausted = False
+        while True:
+            while not exhausted and (
+                not ahead or num_ahead < 2 * ahead[0].running.batch_size + self._num_threads
+            ):
+                reading = next(source, None)
+                if reading is None:
+                    exhausted = True
+                else:
+                    ahead.append(reading)
+                    num_ahead += len(reading.samples)
+            if not ahead:
+                return
+            reading = ahead.popleft()
+            running = reading.running
+            num_ahead -= len(reading.samples)
+            if reading.future is None:
+                if batch:
+                    yield running, batch
                     batch = []
-        if batch:
-            yield batch
+                yield running, None
+                continue
+            batch += self._received(reading, reading.future.result())
+            while len(batch) >= running.batch_size:
+                yield running, batch[: running.batch_size]
+                batch = batch[running.batch_size :]
+
+    def _files(
+        self, tasks: Iterable[Task], readers: ThreadPoolExecutor, writers: Threads
+    ) -> Iterator[_Reading]:
+        """Begin to read each file of each task; what has no future stands for a task's end."""
+        for task in tasks:
+            running = self._begin(task, writers)
+            for _, group in groupby(task.samples, key=lambda sample: sample.file):
+                samples = tuple(group)
+                yield _Reading(running, samples, readers.submit(self._decode, samples))
+            yield _Reading(running, (), None)
+
+    def _received(self, reading: _Reading, result: list[_Decoded] | str) -> list[_Decoded]:
+        if isinstance(result, str):
+            for sample in reading.samples:
+                self._fail(sample, result, reading.running.failures)
+            self._count_bad_file(reading.running.task, reading.samples[0].file.name, result)
+            return []
+        self._failures_in_a_row = 0
+        return result
 
     def _decode(self, group: Sequence[PlannedSample]) -> list[_Decoded] | str:
         """The samples of one file, or the reason why there are none."""
@@ -189,8 +295,8 @@ class TaskRunner:
         failures.append(Failure(sample.name, reason))
         self._on_outcome(Outcome(sample.name, failure=reason))
 
-    def _count_bad_file(self, name: str, reason: str) -> None:
-        self._failures_in_a_row += self._counts_failures
+    def _count_bad_file(self, task: Task, name: str, reason: str) -> None:
+        self._failures_in_a_row += not task.retry
         if self._failures_in_a_row >= MAX_FAILURES_IN_A_ROW:
             raise RunError(
                 f"{MAX_FAILURES_IN_A_ROW} inputs in a row failed, the last one {name}: {reason}; what is "
@@ -199,26 +305,52 @@ class TaskRunner:
 
     # ---- encode -----------------------------------------------------------------------------
 
-    def _encode_batch(
-        self, batch: list[_Decoded], texts: _Texts, failures: list[Failure]
-    ) -> Iterator[tuple[dict[str, Any], _Decoded]]:
-        pixels = torch.stack([decoded.cut.pixels for decoded in batch])
-        latents = self._encode_pixels(batch, pixels)
-        extras: Sequence[Fields] = [{}] * len(batch)
+    def _queue(self, running: _Running, batch: list[_Decoded] | None) -> _Queued:
+        """Have the device encode a batch, and do not wait for it."""
+        nothing = torch.empty(0)
+        if batch is None:
+            return _Queued(running, None, nothing, nothing, {}, (), (), None)
+        on_gpu = self._device.type == "cuda"
+        cuts = [decoded.cut.pixels for decoded in batch]
+        pixels = torch.empty((len(cuts), *cuts[0].shape), dtype=torch.uint8, pin_memory=on_gpu)
+        torch.stack(cuts, out=pixels)
+        texts = [running.texts.fields(decoded.sample.caption.text) for decoded in batch]
+        latents = self._encode_pixels(batch, pixels.to(self._device, non_blocking=True))
+        extras: Columns = {}
         if self._recipe.video is None or self._recipe.video.mode == "video":
             extras = in_halves(self._processor.media_fields, pixels)
         psnrs: list[float | None] = [None] * len(batch)
         if self._verify:
-            restored = in_halves(self._processor.decode_latents, latents)
-            psnrs = [psnr_db(*pair) for pair in zip(pixels, restored, strict=True)]
-        for decoded, latent, extra, psnr in zip(batch, latents, extras, psnrs, strict=True):
-            problem = latent_problem(latent)
+            restored = in_halves(lambda part: {"pixels": self._processor.decode_latents(part)}, latents)
+            psnrs = [psnr_db(*pair) for pair in zip(pixels, restored["pixels"], strict=True)]
+        problems = to_host(latent_flags(latents))
+        latents = to_host(latents)
+        extras = {key: to_host(column) for key, column in extras.items()}
+        ready = None
+        if on_gpu:
+            ready = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+            ready.record()
+        return _Queued(running, batch, latents, problems, extras, texts, psnrs, ready)
+
+    def _land(self, queued: _Queued, closing: deque[_Running]) -> None:
+        """Hand a batch to its writer, once it is there."""
+        running = queued.running
+        if queued.samples is None:
+            running.writer.finish()
+            closing.append(running)
+            return
+        if queued.ready is not None:
+            queued.ready.synchronize()
+        for i, decoded in enumerate(queued.samples):
+            problem = problem_of_flags(queued.problems[i], queued.latents[i])
             if problem:
-                self._fail(decoded.sample, problem, failures)
+                self._fail(decoded.sample, problem, running.failures)
                 continue
-            self._on_outcome(Outcome(decoded.sample.name, psnr_db=psnr))
-            fields = {**texts.fields(decoded.sample.caption.text), **extra}
-            yield self._cache_data(decoded, latent, fields), decoded
+            extra = {key: column[i : i + 1] for key, column in queued.extras.items()}
+            data = self._cache_data(decoded, queued.latents[i], {**queued.texts[i], **extra})
+            row = metadata_row(decoded.sample, data, decoded.digest)
+            running.writer.add(self._name(decoded), row, data)
+            self._on_outcome(Outcome(decoded.sample.name, psnr_db=queued.psnrs[i]))
 
     def _encode_pixels(self, batch: Sequence[_Decoded], pixels: torch.Tensor) -> torch.Tensor:
         """Latents; where the device's memory is too small, in halves, and at last in tiles."""
@@ -226,9 +358,9 @@ class TaskRunner:
         if self._recipe.stochastic:
             seeds = [derived_key(self._recipe.seed, "latent", d.sample.name, d.digest) for d in batch]
         try:
-            if not self._fits(pixels):
+            if not self._tiled and self._processor.bytes_needed(pixels) > free_bytes(self._device):
                 raise torch.OutOfMemoryError
-            return self._processor.encode_pixels(pixels, seeds).cpu()
+            return self._processor.encode_pixels(pixels, seeds)
         except torch.OutOfMemoryError:
             torch.cuda.empty_cache()
             if len(batch) > 1:
@@ -248,12 +380,11 @@ class TaskRunner:
             )
             return self._encode_pixels(batch, pixels)
 
-    def _fits(self, pixels: torch.Tensor) -> bool:
-        """Whether encoding these whole is known to take no more memory than the device has free."""
-        num_pixels = pixels.numel() // pixels.shape[1]
-        size = getattr(torch, self._recipe.dtype).itemsize / 2
-        need = self._processor.info.encode_bytes_per_pixel * num_pixels * size
-        return self._tiled or need == 0 or need <= free_bytes(self._device)
+    def _name(self, decoded: _Decoded) -> str:
+        """The sample's name in the cache: another one if anything that decides its bytes is another."""
+        sample = decoded.sample
+        identity = "\n".join([sample.name, decoded.digest, sample.caption.text, self._fingerprint])
+        return hashlib.blake2b(identity.encode(), digest_size=16).hexdigest()
 
     def _cache_data(self, decoded: _Decoded, latent: torch.Tensor, fields: Fields) -> dict[str, Any]:
         sample, cut = decoded.sample, decoded.cut
@@ -273,32 +404,36 @@ class TaskRunner:
             source_frame=cut.source_frame,
         )
 
-    # ---- write ------------------------------------------------------------------------------
 
-    def _write(self, data: dict[str, Any], decoded: _Decoded) -> dict[str, object]:
-        sample = decoded.sample
-        identity = "\n".join([sample.name, decoded.digest, sample.caption.text, self._fingerprint])
-        name = hashlib.blake2b(identity.encode(), digest_size=16).hexdigest()
-        width, height = sample.bucket
-        path = self._output / f"{width}x{height}" / f"{name}.{self._recipe.output_format}"
-        content = cache_file_bytes(data, self._recipe.output_format)
-        try:
-            write_cache_file(path, content)
-        except OSError as error:
-            raise RunError(
-                f"{path} cannot be written: {error.strerror}; what is committed is kept, and the same command goes on"
-            ) from None
-        return metadata_row(sample, data, path, decoded.digest, content_digest(path))
+@dataclass(frozen=True, slots=True)
+class _Reading:
+    """A file that is being read; without a future, the end of its task."""
+
+    running: _Running
+    samples: tuple[PlannedSample, ...]
+    future: Future[list[_Decoded] | str] | None
+
+
+def latent_flags(latents: torch.Tensor) -> torch.Tensor:
+    """For each latent whether it holds NaN or infinite values, and whether it is constant."""
+    values = latents.flatten(1).float()
+    infinite = ~torch.isfinite(values).all(dim=1)
+    constant = values.amin(dim=1) == values.amax(dim=1)
+    return torch.stack([infinite, constant & (values.shape[1] > 1)], dim=1)
+
+
+def problem_of_flags(flags: torch.Tensor, latent: torch.Tensor) -> str | None:
+    infinite, constant = flags.tolist()
+    if infinite:
+        return "its latent holds NaN or infinite values; try --dtype float32"
+    if constant:
+        return f"its latent is constant ({latent.flatten()[0].item():g} everywhere)"
+    return None
 
 
 def latent_problem(latent: torch.Tensor) -> str | None:
     """Why no one should train on this latent, if so."""
-    values = latent.float()
-    if not torch.isfinite(values).all():
-        return "its latent holds NaN or infinite values; try --dtype float32"
-    if values.numel() > 1 and values.min() == values.max():
-        return f"its latent is constant ({values.flatten()[0].item():g} everywhere)"
-    return None
+    return problem_of_flags(latent_flags(latent[None])[0], latent)
 
 
 def psnr_db(original: torch.Tensor, restored: torch.Tensor) -> float:

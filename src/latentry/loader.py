@@ -100,7 +100,27 @@ def _join(
                 f"{item.get('cache_file', 'a sample')}: {key} is {found}, but {list(like[key].shape)} in "
                 f"{like.get('cache_file', 'another sample')} of the same bucket; a batch must stack"
             )
-    return join([item[key] for item in batch])
+    tensors = [item[key] for item in batch]
+    together = _already_together(tensors)
+    if together is None:
+        return join(tensors)
+    return together if join is torch.stack else together.flatten(0, 1)
+
+
+def _already_together(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """The stack of some tensors that lie side by side in one piece of memory, in this order; else None."""
+    first = tensors[0]
+    size = first.numel()
+    storage = first.untyped_storage().data_ptr()
+    for i, tensor in enumerate(tensors):
+        if (
+            tensor.dtype != first.dtype
+            or not tensor.is_contiguous()
+            or tensor.untyped_storage().data_ptr() != storage
+            or tensor.storage_offset() != first.storage_offset() + i * size
+        ):
+            return None
+    return first.as_strided((len(tensors), *first.shape), (size, *first.stride()))
 
 
 # ---- the loader -----------------------------------------------------------------------------

@@ -19,17 +19,29 @@ from typing import Any
 import numpy as np
 
 from latentry.buckets import CROP_MODES, MultiTierBucketCalculator
+from latentry.cache.shards import USUAL_SHARD_BYTES
+from latentry.cache.writer import PACKED
 from latentry.captions import CAPTION_FORMATS, CaptionFinder
 from latentry.errors import ConfigError, MediaError
 from latentry.media.images import NO_CROP
 from latentry.media.kinds import Extent, Images, Medium, VideoChoices, Videos
-from latentry.records import Bucket, Caption, Failure, PlannedSample, SourceFile, Task, bucket_name
+from latentry.records import (
+    Bucket,
+    Caption,
+    Failure,
+    PlannedSample,
+    ProcessorInfo,
+    SourceFile,
+    Task,
+    bucket_name,
+)
 from latentry.storage import content_digest
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
-OUTPUT_FORMATS = ("meta", "pt", "safetensors")
+OUTPUT_FORMATS = ("meta", "pt", "safetensors", PACKED)
 RECIPE_VERSION = 1
 TASK_SIZE = 256
+_MOST_IN_TASK = 8192
 _PROBE_THREADS = 8
 
 
@@ -169,6 +181,7 @@ def make_plan(
     finder: CaptionFinder,
     *,
     known: Mapping[str, Mapping[str, Any]],
+    task_size: Callable[[Bucket], int] = lambda _: TASK_SIZE,
     unreadable: Sequence[Failure] = (),
     failed_before: Iterable[str] = (),
     on_progress: Callable[[int], None] = lambda _: None,
@@ -201,7 +214,7 @@ def make_plan(
             again.append(sample)
     names = {file.name for file in files}
     return Plan(
-        tasks=tuple(_cut(again, frozenset(failed_before))),
+        tasks=tuple(_cut(again, frozenset(failed_before), task_size)),
         done=done,
         skipped=(*unreadable, *unnameable, *skipped),
         files=frozenset(names),
@@ -301,14 +314,33 @@ def _bucket_rank(bucket: Bucket) -> tuple[int, int, int, int]:
     return (width * height, width, height, num_frames or 0)
 
 
-def _cut(samples: Iterable[PlannedSample], failed_before: frozenset[str]) -> Iterable[Task]:
+def task_size_of(recipe: ResolvedRecipe, info: ProcessorInfo) -> Callable[[Bucket], int]:
+    """Samples in a task, by bucket: where they are packed, as many as fill a shard with their latents."""
+
+    def size(bucket: Bucket) -> int:
+        if recipe.output_format != PACKED:
+            return TASK_SIZE
+        width, height, num_frames = bucket
+        frames = ((num_frames or 1) - 1) // info.temporal_factor + 1
+        latents = (
+            info.latent_channels * frames * (width // info.spatial_factor) * (height // info.spatial_factor)
+        )
+        return min(_MOST_IN_TASK, max(1, USUAL_SHARD_BYTES // (2 * latents)))
+
+    return size
+
+
+def _cut(
+    samples: Iterable[PlannedSample], failed_before: frozenset[str], task_size: Callable[[Bucket], int]
+) -> Iterable[Task]:
     """Tasks of one bucket each; what failed before comes last and apart, so that it shifts no batch."""
     groups: dict[tuple[bool, Bucket], list[PlannedSample]] = defaultdict(list)
     for sample in samples:
         groups[sample.name in failed_before, (*sample.bucket, sample.num_frames)].append(sample)
     for again, bucket in sorted(groups, key=lambda key: (key[0], _bucket_rank(key[1]))):
         group = groups[again, bucket]
-        for start in range(0, len(group), TASK_SIZE):
-            part = tuple(group[start : start + TASK_SIZE])
+        size = task_size(bucket)
+        for start in range(0, len(group), size):
+            part = tuple(group[start : start + size])
             text = "\n".join([bucket_name(bucket), *(f"{s.name} {s.file} {s.caption}" for s in part)])
             yield Task(hashlib.blake2b(text.encode(), digest_size=8).hexdigest(), bucket, part, again)

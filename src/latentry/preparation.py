@@ -13,12 +13,17 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from latentry.cache.workspace import Workspace
+import msgspec
+
+from latentry.cache.packed import Entry
+from latentry.cache.samples import OpenShards
+from latentry.cache.workspace import Workspace, cache_file_of
+from latentry.cache.writer import PACKED
 from latentry.captions import CaptionFinder
 from latentry.encode import Outcome
 from latentry.engines.local import Job, find_devices, run_tasks
-from latentry.errors import ConfigError, RunError
-from latentry.plan import Plan, Recipe, ResolvedRecipe, bucket_chooser, count_buckets, make_plan
+from latentry.errors import CacheError, ConfigError, RunError
+from latentry.plan import Plan, Recipe, ResolvedRecipe, bucket_chooser, count_buckets, make_plan, task_size_of
 from latentry.processors import Processor, processor_class
 from latentry.records import Bucket, Commit, Failure
 from latentry.report.summary import PrepareResult
@@ -95,6 +100,7 @@ def prepare(
             choose_buckets,
             finder,
             known=known,
+            task_size=task_size_of(resolved, family.info),
             unreadable=unreadable,
             failed_before=workspace.failed_before(),
             on_progress=lambda done: on_progress(Progress("plan", done, len(files))),
@@ -119,7 +125,8 @@ def prepare(
         workspace.begin(asdict(resolved), overwrite=overwrite)
         known = workspace.rows(resolved.fingerprint)
         if verify:
-            known = {name: row for name, row in known.items() if _intact(row, output)}
+            shards = OpenShards(output)
+            known = {name: row for name, row in known.items() if _intact(row, output, shards)}
         plan = plan_for(workspace, known)
         watcher = _Watcher(plan, on_progress)
         job = Job(
@@ -131,7 +138,7 @@ def prepare(
             verify=verify,
         )
         run_tasks(job, plan.tasks, device_names, watcher)
-        encoded = workspace.committed(task.id for task in plan.tasks)
+        encoded = {row["sample_name"]: row for row in workspace.committed(task.id for task in plan.tasks)}
         rows = _rows_to_keep(plan, known, encoded, source, output)
         failures = sorted([*plan.skipped, *watcher.failures], key=lambda failure: failure.name)
         header = {
@@ -202,15 +209,16 @@ def _check_recipe(workspace: Workspace, resolved: ResolvedRecipe) -> None:
         )
 
 
-def _intact(row: Mapping[str, Any], output: Path) -> bool:
-    """Whether the row's file has the bytes that were written."""
-    return bool(content_digest(_place(row, output)) == row["file_digest"])
-
-
-def _place(row: Mapping[str, Any], output: Path) -> Path:
-    """Where the row's file is now: the cache may have been moved since it was written."""
-    width, height = row["bucket_resolution"]
-    return output / f"{width}x{height}" / Path(row["cache_file"]).name
+def _intact(row: Mapping[str, Any], output: Path, shards: OpenShards) -> bool:
+    """Whether the row's bytes are those that were written."""
+    if PACKED not in row:
+        return bool(content_digest(cache_file_of(output, row)) == row["file_digest"])
+    try:
+        for place in msgspec.convert(row[PACKED], Entry).places.values():
+            shards.check(place)
+    except CacheError:
+        return False
+    return True
 
 
 def _rows_to_keep(
@@ -228,9 +236,8 @@ def _rows_to_keep(
     rows = []
     for row in ({**left_out, **plan.done, **encoded}).values():
         path_key = "image_path" if "image_path" in row else "video_path"
-        rows.append(
-            {**row, "cache_file": str(_place(row, output)), path_key: str(source / row["source_name"])}
-        )
+        cache_file = row["cache_file"] if PACKED in row else str(cache_file_of(output, row))
+        rows.append({**row, "cache_file": cache_file, path_key: str(source / row["source_name"])})
     return sorted(rows, key=lambda row: (row["source_name"], row.get("frame_index", 0)))
 
 

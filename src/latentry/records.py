@@ -125,8 +125,7 @@ class ProcessorInfo:
     temporal_factor: int = 1
     quantum: int = 64
     """Bucket sides are multiples of this."""
-    encode_bytes_per_pixel: int = 0
-    """Device memory that encoding a whole sample takes, per pixel of all its frames, in 16 bits; 0 if unknown."""
+    latent_channels: int = 16
     model_version: str = ""
     """The release of the model, for video files, which record it."""
     version: int = 1

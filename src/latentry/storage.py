@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -48,19 +48,32 @@ def publish(path: Path) -> Iterator[Path]:
         draft.unlink(missing_ok=True)
 
 
+def bytes_digest(content: bytes) -> str:
+    """What ``content_digest`` says of a file that holds this."""
+    if len(content) <= _WHOLE_BYTES:
+        return hashlib.blake2b(content, digest_size=16).hexdigest()
+    return _sampled(len(content), lambda start: content[start : start + _BLOCK_BYTES])
+
+
+def _sampled(size: int, block_at: Callable[[int], bytes]) -> str:
+    digest = hashlib.blake2b(str(size).encode(), digest_size=16)
+    for i in range(_SAMPLED_BLOCKS):
+        digest.update(block_at((size - _BLOCK_BYTES) * i // (_SAMPLED_BLOCKS - 1)))
+    return digest.hexdigest()
+
+
 def content_digest(path: Path) -> str:
     """Tells two files apart: by all their bytes, or beyond 64 MB by size and sixty-four samples of them.
 
     Reading some megabytes of a film or of a model's weights does as well as reading all their gigabytes.
     """
-    digest = hashlib.blake2b(digest_size=16)
     size = path.stat().st_size
     with open(path, "rb") as file:
         if size <= _WHOLE_BYTES:
-            digest.update(file.read())
-        else:
-            digest.update(str(size).encode())
-            for i in range(_SAMPLED_BLOCKS):
-                file.seek((size - _BLOCK_BYTES) * i // (_SAMPLED_BLOCKS - 1))
-                digest.update(file.read(_BLOCK_BYTES))
-    return digest.hexdigest()
+            return bytes_digest(file.read())
+
+        def block_at(start: int) -> bytes:
+            file.seek(start)
+            return file.read(_BLOCK_BYTES)
+
+        return _sampled(size, block_at)

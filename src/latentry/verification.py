@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
-from latentry.cache.files import load_cache_file
 from latentry.cache.index import open_index
 from latentry.cache.metadata import METADATA_NAME
+from latentry.cache.samples import open_samples
 from latentry.datasets import BaseMultiresolutionDataset, TextToImageDataset, TextToVideoDataset
 from latentry.encode import latent_problem, psnr_db
 from latentry.engines.local import find_devices
@@ -91,16 +91,19 @@ def verify_cache(
     kinds = _Kinds()
     listed = set()
     for number, row in enumerate(dataset.metadata):
-        relative = dataset.index.relative_file(number)
-        listed.add(relative)
-        found = [Problem(relative, what) for what in _sample_problems(dataset, number, relative, row, kinds)]
+        name = os.path.relpath(dataset.samples.where(number), dataset.cache_dir)
+        found = [Problem(name, what) for what in _sample_problems(dataset, number, name, row, kinds)]
+        try:
+            listed.update(dataset.samples.files(number))
+        except CacheError as error:
+            found.append(Problem(name, str(error)))
         if decoder and not found:
             try:
                 if content_digest(decoder.source_of(row)) != row["source_digest"]:
                     raise MediaError("has changed since; run the same command again to encode it anew")
-                psnr[relative] = decoder.psnr_db(relative, row)
+                psnr[name] = decoder.psnr_db(dataset.samples.load(number), row)
             except (MediaError, OSError) as error:
-                found.append(Problem(relative, f"its source {decoder.source_of(row)} {error}"))
+                found.append(Problem(name, f"its source {decoder.source_of(row)} {error}"))
         problems += found
         on_progress(number + 1, len(dataset))
     problems += kinds.outliers()
@@ -116,9 +119,10 @@ def verify_cache(
 def _open(cache_dir: Path) -> BaseMultiresolutionDataset:
     """The cache as the dataset of its kind, which its first readable file tells."""
     index = open_index(cache_dir, lambda _: "")
+    samples = open_samples(cache_dir, index)
     for row in range(len(index)):
         try:
-            if "video_latents" in load_cache_file(cache_dir, index.relative_file(row)):
+            if "video_latents" in samples.load(row):
                 return TextToVideoDataset(cache_dir, model_type=index.metadata.model_type or "")
             break
         except CacheError:
@@ -129,15 +133,15 @@ def _open(cache_dir: Path) -> BaseMultiresolutionDataset:
 def _sample_problems(
     dataset: BaseMultiresolutionDataset,
     number: int,
-    relative: str,
+    name: str,
     row: Mapping[str, Any],
     kinds: _Kinds,
 ) -> Iterator[str]:
     try:
         item = dataset[number]
-        data = load_cache_file(dataset.cache_dir, relative)
+        data = dataset.samples.load(number)
     except CacheError as error:
-        yield str(error).removeprefix(str(dataset.cache_dir / relative)).lstrip(": ")
+        yield str(error).removeprefix(str(dataset.cache_dir / name)).lstrip(": ")
         return
     latents = item["latent"] if "latent" in item else item["video_latents"]
     if problem := latent_problem(latents):
@@ -148,9 +152,9 @@ def _sample_problems(
     for key in ("prompt", "bucket_id", "num_frames", "model_type"):
         if key in row and key in data and row[key] != data[key]:
             yield f"{key} is {data[key]!r}, but its row says {row[key]!r}"
-    kinds.note(relative, data)
+    kinds.note(name, data)
     yield from _clip_problems(data, row, dataset.index.metadata.processor)
-    if "file_digest" in row and row["file_digest"] != content_digest(dataset.cache_dir / relative):
+    if "file_digest" in row and row["file_digest"] != content_digest(dataset.cache_dir / name):
         yield "its bytes are not those that were written: the checksum differs"
 
 
@@ -195,7 +199,6 @@ class _Decoder:
     """Decodes latents with the cache's own model, and reads their sources as its recipe did."""
 
     def __init__(self, cache_dir: Path, device: str) -> None:
-        self._cache_dir = cache_dir
         metadata = json.loads((cache_dir / METADATA_NAME).read_text(encoding="utf-8"))
         recipe = metadata.get("recipe")
         if not isinstance(recipe, dict):
@@ -219,8 +222,7 @@ class _Decoder:
     def source_of(self, row: Mapping[str, Any]) -> Path:
         return Path(row.get("image_path") or row["video_path"])
 
-    def psnr_db(self, relative: str, row: Mapping[str, Any]) -> float:
-        data = load_cache_file(self._cache_dir, relative)
+    def psnr_db(self, data: Mapping[str, Any], row: Mapping[str, Any]) -> float:
         latents = data["latent"][None] if "latent" in data else data["video_latents"]
         restored = self._processor.decode_latents(latents)[0]
         sample = PlannedSample(

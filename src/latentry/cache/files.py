@@ -18,11 +18,17 @@ from latentry.errors import CacheFileError, CacheNotFoundError
 from latentry.storage import inside
 
 
-def load_cache_file(cache_dir: Path, relative: str) -> dict[str, Any]:
-    """The dictionary in the cache's file ``relative``: ``load_cache_file(cache, "512x512/0a1b.meta")``."""
+def load_cache_file(cache_dir: Path, relative: str, *, map_tensors: bool = False) -> dict[str, Any]:
+    """The dictionary in the cache's file ``relative``: ``load_cache_file(cache, "512x512/0a1b.meta")``.
+
+    ``map_tensors`` leaves the tensors in the file, for whoever copies them somewhere else at once.
+    """
     path = inside(cache_dir, relative)
     try:
-        data = _load_safetensors(path) if path.suffix == ".safetensors" else _load_torch(path)
+        if path.suffix == ".safetensors":
+            data = _load_safetensors(path)
+        else:
+            data = torch.load(path, map_location="cpu", weights_only=True, mmap=map_tensors)
     except FileNotFoundError:
         raise CacheNotFoundError(f"{path} is absent, but the cache's metadata lists it") from None
     except (PermissionError, IsADirectoryError) as error:
@@ -37,10 +43,6 @@ def load_cache_file(cache_dir: Path, relative: str) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise CacheFileError(f"{path} holds a {type(data).__name__}, not a dictionary of tensors")
     return data
-
-
-def _load_torch(path: Path) -> Any:
-    return torch.load(path, map_location="cpu", weights_only=True)
 
 
 def _load_safetensors(path: Path) -> dict[str, Any]:

@@ -31,6 +31,7 @@ from latentry.cache.metadata import (
     read_global_metadata,
     read_rows,
 )
+from latentry.cache.packed import PackedIndex
 from latentry.errors import MetadataError
 from latentry.records import BucketShape
 from latentry.storage import inside, publish
@@ -84,26 +85,35 @@ class CacheIndex:
         return digest.hexdigest()
 
 
-def open_index(cache_dir: Path, name_aspect: Callable[[float], str]) -> CacheIndex:
+def open_index(cache_dir: Path, name_aspect: Callable[[float], str]) -> CacheIndex | PackedIndex:
     """The index of the cache in this folder: the kept one if it is current, else read from the shards.
 
-    ``name_aspect`` gives an aspect ratio the name that is part of its bucket's key.
+    ``name_aspect`` gives an aspect ratio the name that is part of its bucket's key; a packed cache has its
+    buckets named already.
     """
     metadata = read_global_metadata(cache_dir)
+    if metadata.packed is not None:
+        packed = PackedIndex(cache_dir, metadata)
+        _check_count(cache_dir, metadata, len(packed))
+        return packed
     signature = _signature(cache_dir, metadata.shards)
     index = _load(inside(cache_dir, INDEX_NAME), metadata, signature)
     if index is None:
         index = _read_shards(cache_dir, metadata, name_aspect)
         if len(index) >= SAVE_FROM_ROWS:
             _save(cache_dir / INDEX_NAME, index, signature)
-    if not len(index):
+    _check_count(cache_dir, metadata, len(index))
+    return index
+
+
+def _check_count(cache_dir: Path, metadata: GlobalMetadata, found: int) -> None:
+    if not found:
         raise MetadataError(f"{cache_dir} holds no samples: its shards are empty")
-    if metadata.total_items not in (None, len(index)):
+    if metadata.total_items not in (None, found):
         raise MetadataError(
             f"{cache_dir / METADATA_NAME} promises {metadata.total_items} items, but its shards hold "
-            f"{len(index)}; the preprocessing was cut short or a shard was replaced: run it again"
+            f"{found}; the preprocessing was cut short or a shard was replaced: run it again"
         )
-    return index
 
 
 # ---- from the JSON shards -------------------------------------------------------------------

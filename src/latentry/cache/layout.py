@@ -74,13 +74,14 @@ def video_file(
     return data
 
 
-def metadata_row(
-    sample: PlannedSample, data: dict[str, Any], cache_file: Path, source_digest: str, file_digest: str
-) -> dict[str, object]:
-    """The row of a sample, with what the next run needs to tell whether it has changed."""
+def metadata_row(sample: PlannedSample, data: dict[str, Any], source_digest: str) -> dict[str, Any]:
+    """The row of a sample, with what the next run needs to tell whether it has changed.
+
+    Where the sample is stored, and with which checksum, is for its writer to add.
+    """
     source_key = "image_path" if "image_path" in data else "video_path"
-    row: dict[str, object] = {
-        "cache_file": str(cache_file),
+    row: dict[str, Any] = {
+        "cache_file": "",
         source_key: data[source_key],
         "bucket_resolution": list(sample.bucket),
         "original_resolution": [sample.width, sample.height],
@@ -101,8 +102,6 @@ def metadata_row(
         "source_bytes": sample.file.size_bytes,
         "source_modified_ns": sample.file.modified_ns,
         "source_digest": source_digest,
-        "file_bytes": cache_file.stat().st_size,
-        "file_digest": file_digest,
     }
 
 

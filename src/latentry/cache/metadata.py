@@ -31,6 +31,8 @@ class GlobalMetadata(msgspec.Struct, kw_only=True):
     total_items: int | None = None
     model_type: str | None = None
     processor: str | None = None
+    packed: dict[str, Any] | None = None
+    """Where samples lie in shards instead of files of their own: what ``packed`` knows about it."""
 
 
 class Row(msgspec.Struct, gc=False):
@@ -58,7 +60,7 @@ def read_global_metadata(cache_dir: Path) -> GlobalMetadata:
             f"{cache_dir} has no {METADATA_NAME}: it is not a cache, or its preprocessing has not finished"
         )
     metadata = _decode(path, _decode_global)
-    if not metadata.shards:
+    if not metadata.shards and metadata.packed is None:
         raise MetadataError(f"{path} lists no shards: the cache is empty")
     return metadata
 

@@ -21,7 +21,18 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from latentry.cache.metadata import METADATA_NAME
+from latentry.buckets import aspect_name
+from latentry.cache.index import index_of_rows
+from latentry.cache.metadata import METADATA_NAME, GlobalMetadata, file_name, read_global_metadata
+from latentry.cache.packed import (
+    Entry,
+    Header,
+    PackedIndex,
+    check_places,
+    committed_rows,
+    write_index,
+)
+from latentry.cache.writer import PACKED
 from latentry.errors import MetadataError, RunError
 from latentry.records import Commit, Failure
 from latentry.storage import publish
@@ -30,7 +41,7 @@ FORMAT_VERSION = 1
 FAILURES_NAME = "failures.jsonl"
 _WORK = ".latentry"
 _BUCKET_FOLDER = re.compile(r"\d+x\d+")
-_CACHE_FILE = re.compile(r"[0-9a-f]{32}\.(meta|pt|safetensors)")
+_CACHE_FILE = re.compile(r"[0-9a-f]{32}(-\d+\.(latents|text|frames))?\.(meta|pt|safetensors)")
 
 Row = dict[str, Any]
 T = TypeVar("T")
@@ -45,10 +56,13 @@ class _OurRow(msgspec.Struct):
     source_bytes: int
     source_modified_ns: int
     source_digest: str
-    file_bytes: int
-    file_digest: str
     prompt: str
     bucket_resolution: tuple[int, int]
+    file_bytes: int | None = None
+    """Of its own file, if it has one."""
+    file_digest: str | None = None
+    packed: Entry | None = None
+    """Its place in shards, if it has no file."""
     num_frames: int | None = None
 
 
@@ -62,6 +76,7 @@ class _Metadata(msgspec.Struct):
     recipe: dict[str, Any] | None = None
     fingerprint: str | None = None
     format_version: int | None = None
+    packed: dict[str, Any] | None = None
 
 
 class Workspace:
@@ -156,30 +171,43 @@ class Workspace:
                 path = self.folder / Path(shard).name
                 if path.is_file():
                     rows |= self._usable(_decode(path, list[dict[str, Any]]))
+            if finished.packed is not None:
+                rows |= self._usable(committed_rows(self._packed_index()))
         # Oldest first, so that what was encoded last is what counts.
         for path in sorted(self._commits.glob("*.json"), key=lambda p: (p.stat().st_mtime_ns, p.name)):
             rows |= self._usable(_decode(path, _CommitFile).rows)
         return rows
 
+    def _packed_index(self) -> PackedIndex:
+        return PackedIndex(self.folder, read_global_metadata(self.folder))
+
     def _usable(self, rows: Iterable[Row]) -> dict[str, Row]:
         """The rows that a run can rely on: complete, and with their file in place."""
         usable = {}
+        sizes: dict[str, int] = {}
         for row in rows:
             try:
                 ours = msgspec.convert(row, _OurRow)
-                if self._file(row).stat().st_size == ours.file_bytes:
+                if ours.packed is not None:
+                    there = check_places(self.folder, ours.packed, sizes)
+                else:
+                    there = cache_file_of(self.folder, row).stat().st_size == ours.file_bytes
+                if there:
                     usable[ours.sample_name] = row
             except (msgspec.ValidationError, OSError):
                 continue
         return usable
 
-    def committed(self, task_ids: Iterable[str]) -> dict[str, Row]:
-        """The rows of these tasks, by sample name."""
-        return {
-            row["sample_name"]: row
+    def committed(self, task_ids: Iterable[str]) -> list[Row]:
+        """The rows of these tasks."""
+        return [
+            row
             for task_id in task_ids
             for row in _decode(self._commits / f"{task_id}.json", _CommitFile).rows
-        }
+        ]
+
+    def is_committed(self, task_id: str) -> bool:
+        return (self._commits / f"{task_id}.json").is_file()
 
     def failed_before(self) -> set[str]:
         """Names of inputs that failed in an earlier run, finished or stopped."""
@@ -192,10 +220,6 @@ class Workspace:
         if listed.is_file():
             failures += [json.loads(line) for line in listed.read_text(encoding="utf-8").splitlines() if line]
         return {failure["name"] for failure in failures}
-
-    def _file(self, row: Row) -> Path:
-        width, height = row["bucket_resolution"]
-        return self.folder / f"{width}x{height}" / Path(row["cache_file"]).name
 
     # ---- working on it ----------------------------------------------------------------------
 
@@ -213,7 +237,7 @@ class Workspace:
     def sweep(self, rows: Iterable[Row]) -> None:
         """Remove drafts, and cache files that no row names."""
         self.remove_drafts()
-        kept = {self._file(row) for row in rows}
+        kept = {path for row in rows for path in files_of(self.folder, row)}
         for folder in self._bucket_folders():
             for path in folder.iterdir():
                 if _CACHE_FILE.fullmatch(path.name) and path not in kept:
@@ -236,7 +260,9 @@ class Workspace:
         finds every one of them.
         """
         self.commit(Commit("all", tuple(rows), ()))
-        shards = self._publish_shards([rows[i : i + shard_size] for i in range(0, len(rows), shard_size)])
+        packed = self._publish_index(rows) if rows and PACKED in rows[0] else None
+        parts = [] if packed else [rows[i : i + shard_size] for i in range(0, len(rows), shard_size)]
+        shards = self._publish_shards(parts)
         metadata = {
             **header,
             "total_items": len(rows),
@@ -244,15 +270,18 @@ class Workspace:
             "shard_size": shard_size,
             "shards": shards,
             "format_version": FORMAT_VERSION,
+            **({PACKED: msgspec.to_builtins(packed)} if packed else {}),
         }
         if rows:
             self._write_json(self.folder / METADATA_NAME, metadata, indent=2)
         else:
             (self.folder / METADATA_NAME).unlink(missing_ok=True)
         self._write_failures(failures)
-        for path in self.folder.glob("metadata_shard_*.json"):
-            if path.name not in shards:
-                path.unlink()
+        keep = {*shards, packed.index if packed else ""}
+        for pattern in ("metadata_shard_*.json", "index*.arrow"):
+            for path in self.folder.glob(pattern):
+                if path.name not in keep:
+                    path.unlink()
         self.sweep(rows)
         shutil.rmtree(self.folder / _WORK)
 
@@ -270,6 +299,19 @@ class Workspace:
             shards.append(name)
         return shards
 
+    def _publish_index(self, rows: Sequence[Row]) -> Header:
+        """The index of a packed cache, under a name that the metadata in force does not use."""
+        finished = self._finished()
+        in_force = (finished.packed or {}).get("index") if finished else None
+        path = self.folder / ("index_b.arrow" if in_force == "index.arrow" else "index.arrow")
+        named = [{**row, "cache_file": row[PACKED]["name"]} for row in rows]
+        index = index_of_rows(named, GlobalMetadata(shards=[]), self.folder, aspect_name)
+        groups = zip(index.shapes, index.rows_by_shape(), strict=True)
+        try:
+            return write_index(path, rows, list(groups), index.fingerprint)
+        except OSError as error:
+            raise RunError(f"{path} cannot be written: {error.strerror}") from None
+
     def _write_failures(self, failures: Sequence[Failure]) -> None:
         path = self.folder / FAILURES_NAME
         if failures:
@@ -286,6 +328,19 @@ class Workspace:
                 draft.write_text(text, encoding="utf-8")
         except OSError as error:
             raise RunError(f"{path} cannot be written: {error.strerror}") from None
+
+
+def cache_file_of(folder: Path, row: Mapping[str, Any]) -> Path:
+    """Where the row's file is now: the cache may have been moved since it was written."""
+    width, height = row["bucket_resolution"]
+    return folder / f"{width}x{height}" / file_name(row["cache_file"])
+
+
+def files_of(folder: Path, row: Mapping[str, Any]) -> list[Path]:
+    """All files that hold something of a sample."""
+    if PACKED not in row:
+        return [cache_file_of(folder, row)]
+    return [folder / place["file"] for place in row[PACKED]["places"].values()]
 
 
 def _decode(path: Path, kind: type[T]) -> T:

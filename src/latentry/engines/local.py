@@ -2,7 +2,7 @@
 
 A single device is served by the calling process. With several, each has a process of its own that pulls
 tasks until there are none; a task is committed by whoever ran it, so a worker that dies loses only the
-task it was at.
+tasks it was at: the one it encoded, and the next, which it had begun to read.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import queue
 import signal
 import threading
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,8 @@ from latentry.errors import ConfigError, LatentryError, RunError
 from latentry.plan import ResolvedRecipe
 from latentry.processors import processor_class
 from latentry.records import Commit, Task
+
+_MOST_READERS = 16
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,15 +46,6 @@ class Job:
 
 Watch = Callable[[str, Outcome | Commit], None]
 """Called with the device's name for every sample, and for every task once it is committed."""
-
-
-def default_batch_size(device: str, recipe: ResolvedRecipe) -> int:
-    """One on a CPU, where batching gains nothing and a latent alone is bit for bit its pipeline's.
-
-    One for clips, too: they are large enough to keep any device busy.
-    """
-    whole_clips = recipe.video is not None and recipe.video.mode == "video"
-    return 1 if device == "cpu" or whole_clips else 8
 
 
 def find_devices(wanted: str) -> list[str]:
@@ -83,12 +76,12 @@ def run_tasks(job: Job, tasks: Sequence[Task], devices: Sequence[str], watch: Wa
     if not tasks:
         return
     if len(devices) == 1:
-        _work(job, iter(tasks).__next__, devices[0], share=1, watch=watch)
+        _work(job, tasks, devices[0], share=1, watch=watch)
     else:
         _run_in_processes(job, tasks, devices, watch)
 
 
-def _work(job: Job, next_task: Callable[[], Task], device: str, share: int, watch: Watch) -> None:
+def _work(job: Job, tasks: Iterable[Task], device: str, share: int, watch: Watch) -> None:
     """Run tasks until there are none; ``share`` workers divide the processor's cores among them."""
     cores = max(1, (os.cpu_count() or 1) // share)
     if share > 1:
@@ -102,18 +95,13 @@ def _work(job: Job, next_task: Callable[[], Task], device: str, share: int, watc
         job.recipe,
         job.source,
         job.output,
-        batch_size=job.batch_size or default_batch_size(device, job.recipe),
-        num_threads=min(8, max(2, cores)),
+        batch_size=job.batch_size,
+        num_threads=min(_MOST_READERS, max(2, cores)),
         device=device,
         verify=job.verify,
         on_outcome=lambda outcome: watch(device, outcome),
     )
-    while True:
-        try:
-            task = next_task()
-        except StopIteration:
-            return
-        commit = runner.run(task)
+    for commit in runner.run(tasks):
         workspace.commit(commit)
         watch(device, commit)
 
@@ -152,14 +140,8 @@ def _worker(job: Job, device: str, share: int, waiting: Any, reports: Any) -> No
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what an interrupt means
     threading.Thread(target=_follow_parent, daemon=True).start()
 
-    def next_task() -> Task:
-        task: Task | None = waiting.get()
-        if task is None:
-            raise StopIteration
-        return task
-
     try:
-        _work(job, next_task, device, share, lambda name, report: reports.put((name, report)))
+        _work(job, iter(waiting.get, None), device, share, lambda name, report: reports.put((name, report)))
         reports.put((device, None))
     except LatentryError as error:
         reports.put((device, error))

@@ -16,6 +16,8 @@ from latentry.records import ProcessorInfo
 
 Fields = dict[str, torch.Tensor]
 """Some keys of a cache file, for one sample."""
+Columns = dict[str, torch.Tensor]
+"""The same for several samples, one after the other along the first dimension."""
 
 PROCESSORS: dict[str, str] = {
     "tiny": "latentry.processors.tiny:TinyProcessor",
@@ -26,7 +28,10 @@ PROCESSORS: dict[str, str] = {
 
 
 class Processor(Protocol):
-    """One loaded model. All numbers are those of the model's own pipeline."""
+    """One loaded model. All numbers are those of the model's own pipeline.
+
+    What it returns may lie on its device, still being computed; whoever wants it copies it from there.
+    """
 
     info: ProcessorInfo
 
@@ -42,14 +47,17 @@ class Processor(Protocol):
         ``seeds``, one per sample, draws from the posterior instead of taking its mean.
         """
 
-    def encode_texts(self, captions: list[str]) -> list[Fields]:
-        """For each caption the fields that its samples' files hold."""
+    def encode_texts(self, captions: list[str]) -> Columns:
+        """The fields that the captions' samples have in their files."""
 
-    def media_fields(self, pixels: torch.Tensor) -> list[Fields]:
-        """For each sample the fields, besides latents, that come from its pixels; mostly none."""
+    def media_fields(self, pixels: torch.Tensor) -> Columns:
+        """The fields, besides latents, that come from the samples' pixels; mostly none."""
 
     def decode_latents(self, latents: torch.Tensor) -> torch.Tensor:
         """Stored latents back to uint8 pixels."""
+
+    def bytes_needed(self, pixels: torch.Tensor) -> int:
+        """Device memory that encoding these takes, as far as it is known; 0 if it is not."""
 
     def enable_tiling(self) -> bool:
         """Encode in tiles from now on, to need less memory; False if that is so already, or cannot be."""

@@ -79,12 +79,21 @@ def loading(folder: Path) -> Iterator[None]:
 
 def scaled_pixels(pixels: torch.Tensor, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
     """uint8 to -1 … 1, by the steps that diffusers' image processors take."""
-    return pixels.to(device, dtype) / 255 * 2 - 1
+    return pixels.to(device).to(dtype) / 255 * 2 - 1
 
 
 def unscaled_pixels(pixels: torch.Tensor) -> torch.Tensor:
     """-1 … 1 back to uint8."""
     return ((pixels.float() / 2 + 0.5).clamp(0, 1) * 255).round().to(torch.uint8).cpu()
+
+
+def posterior(vae: Any, gpu_encoder: Any | None, pixels: torch.Tensor) -> Any:
+    """What ``vae.encode`` says of these pixels, by way of the encoder for GPUs if there is one."""
+    if gpu_encoder is None or vae.use_tiling:
+        return vae.encode(pixels).latent_dist
+    from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
+
+    return DiagonalGaussianDistribution(gpu_encoder(pixels))
 
 
 def draw(posterior: Any, seeds: list[int]) -> torch.Tensor:

@@ -12,20 +12,23 @@ from typing import Any
 import torch
 from PIL import Image
 
-from latentry.processors import Fields
+from latentry.processors import Columns
 from latentry.processors.diffusers_model import (
     draw,
     folder_identity,
     loading,
     model_folder,
+    posterior,
     require_packages,
     scaled_pixels,
     tile,
     unscaled_pixels,
 )
+from latentry.processors.gpu.hunyuan_vae import HunyuanEncoder
 from latentry.records import ProcessorInfo
 
 _COMPONENTS = ("vae", "text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2")
+_BYTES_PER_PIXEL = 1900  # of all frames, in 16 bits; 92 GB for 121 frames of 848x480 on an H200
 _IMAGE_COMPONENTS = ("image_encoder", "feature_extractor")
 
 
@@ -40,10 +43,23 @@ class HunyuanProcessor:
         spatial_factor=16,
         temporal_factor=4,
         quantum=16,
-        encode_bytes_per_pixel=1900,  # 92 GB for 121 frames of 848x480 on an H200
+        latent_channels=32,
     )
 
     def __init__(self, model_name: str, device: torch.device, dtype: torch.dtype) -> None:
+        self._device, self._dtype = device, dtype
+        self._vae: Any
+        parts = self._load(model_name)
+        self._vae, self._qwen, self._byt5, self._tokenizer, self._tokenizer_2 = parts[:5]
+        self._siglip, self._features = parts[5:]
+        for module in filter(None, (self._vae, self._qwen, self._byt5, self._siglip)):
+            module.to(device).eval().requires_grad_(False)
+        self._gpu_vae: HunyuanEncoder | None = None
+        if device.type == "cuda":
+            self.arrange_for_gpu()
+
+    def _load(self, model_name: str) -> tuple[Any, ...]:
+        """The VAE, the text encoders, their tokenizers, SigLIP and what prepares pictures for it, or None twice."""
         require_packages("diffusers", "transformers")
         from diffusers import AutoencoderKLHunyuanVideo15
         from transformers import (
@@ -55,27 +71,26 @@ class HunyuanProcessor:
         )
 
         folder = model_folder(model_name, _COMPONENTS, optional=_IMAGE_COMPONENTS)
-        self._device, self._dtype = device, dtype
+        dtype = self._dtype
+        siglip = features = None
         with loading(folder):
-            self._vae: Any = AutoencoderKLHunyuanVideo15.from_pretrained(
-                folder, subfolder="vae", torch_dtype=dtype
-            )
-            self._qwen: Any = Qwen2_5_VLTextModel.from_pretrained(
-                folder, subfolder="text_encoder", dtype=dtype
-            )
-            self._byt5: Any = T5EncoderModel.from_pretrained(folder, subfolder="text_encoder_2", dtype=dtype)
-            self._tokenizer: Any = AutoTokenizer.from_pretrained(folder, subfolder="tokenizer")
-            self._tokenizer_2: Any = AutoTokenizer.from_pretrained(folder, subfolder="tokenizer_2")
-            self._siglip: Any = None
             if all((folder / component).is_dir() for component in _IMAGE_COMPONENTS):
-                self._siglip = SiglipVisionModel.from_pretrained(
-                    folder, subfolder="image_encoder", dtype=dtype
-                )
-                self._features = SiglipImageProcessorPil.from_pretrained(
-                    folder, subfolder="feature_extractor"
-                )
-        for module in filter(None, (self._vae, self._qwen, self._byt5, self._siglip)):
-            module.to(device).eval().requires_grad_(False)
+                siglip = SiglipVisionModel.from_pretrained(folder, subfolder="image_encoder", dtype=dtype)
+                features = SiglipImageProcessorPil.from_pretrained(folder, subfolder="feature_extractor")
+            return (
+                AutoencoderKLHunyuanVideo15.from_pretrained(folder, subfolder="vae", torch_dtype=dtype),
+                Qwen2_5_VLTextModel.from_pretrained(folder, subfolder="text_encoder", dtype=dtype),
+                T5EncoderModel.from_pretrained(folder, subfolder="text_encoder_2", dtype=dtype),
+                AutoTokenizer.from_pretrained(folder, subfolder="tokenizer"),
+                AutoTokenizer.from_pretrained(folder, subfolder="tokenizer_2"),
+                siglip,
+                features,
+            )
+
+    def arrange_for_gpu(self) -> None:
+        """Encode by the quicker ways in ``gpu``: the same numbers, up to rounding."""
+        if HunyuanEncoder.supports(self._vae):
+            self._gpu_vae = HunyuanEncoder(self._vae)
 
     @classmethod
     def weights_identity(cls, model_name: str) -> str:
@@ -84,13 +99,13 @@ class HunyuanProcessor:
 
     @torch.inference_mode()
     def encode_pixels(self, pixels: torch.Tensor, seeds: list[int] | None) -> torch.Tensor:
-        posterior = self._vae.encode(scaled_pixels(pixels, self._device, self._dtype)).latent_dist
-        latents = posterior.mode() if seeds is None else draw(posterior, seeds)
+        found = posterior(self._vae, self._gpu_vae, scaled_pixels(pixels, self._device, self._dtype))
+        latents = found.mode() if seeds is None else draw(found, seeds)
         stored: torch.Tensor = (latents * self._vae.config.scaling_factor).to(torch.float16)
         return stored
 
     @torch.inference_mode()
-    def encode_texts(self, captions: list[str]) -> list[Fields]:
+    def encode_texts(self, captions: list[str]) -> Columns:
         from diffusers import HunyuanVideo15Pipeline
 
         qwen, qwen_mask = HunyuanVideo15Pipeline._get_mllm_prompt_embeds(
@@ -99,24 +114,28 @@ class HunyuanProcessor:
         byt5, byt5_mask = HunyuanVideo15Pipeline._get_byt5_prompt_embeds(
             tokenizer=self._tokenizer_2, text_encoder=self._byt5, prompt=captions, device=self._device
         )
-        columns = {
-            "text_embeddings": qwen.to(torch.bfloat16).cpu(),
-            "text_mask": qwen_mask.cpu(),
-            "text_embeddings_2": byt5.to(torch.bfloat16).cpu(),
-            "text_mask_2": byt5_mask.cpu(),
+        return {
+            "text_embeddings": qwen.to(torch.bfloat16),
+            "text_mask": qwen_mask,
+            "text_embeddings_2": byt5.to(torch.bfloat16),
+            "text_mask_2": byt5_mask,
         }
-        return [{key: column[i : i + 1] for key, column in columns.items()} for i in range(len(captions))]
 
     @torch.inference_mode()
-    def media_fields(self, pixels: torch.Tensor) -> list[Fields]:
+    def media_fields(self, pixels: torch.Tensor) -> Columns:
         if self._siglip is None:
-            return [{} for _ in pixels]
+            return {}
         first = [Image.fromarray(clip[:, 0].permute(1, 2, 0).cpu().numpy()) for clip in pixels]
         features = self._features.preprocess(
             images=first, do_resize=True, return_tensors="pt", do_convert_rgb=True
         )
         hidden = self._siglip(**features.to(device=self._device, dtype=self._dtype)).last_hidden_state
-        return [{"image_embeds": hidden[i : i + 1].to(torch.bfloat16).cpu()} for i in range(len(first))]
+        return {"image_embeds": hidden.to(torch.bfloat16)}
+
+    def bytes_needed(self, pixels: torch.Tensor) -> int:
+        if self._gpu_vae is not None:
+            return self._gpu_vae.bytes_needed(pixels)
+        return _BYTES_PER_PIXEL * pixels.numel() // 3 * self._dtype.itemsize // 2
 
     @torch.inference_mode()
     def decode_latents(self, latents: torch.Tensor) -> torch.Tensor:

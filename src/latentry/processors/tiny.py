@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load
 
 from latentry.errors import ConfigError
-from latentry.processors import Fields
+from latentry.processors import Columns
 from latentry.processors.tiny_autoencoder import DOWNSCALE, TinyAutoencoder
 from latentry.processors.tiny_text import TinyTextEncoder
 from latentry.records import ProcessorInfo
@@ -56,17 +56,18 @@ class TinyProcessor:
         scaled = pixels.to(self._device).to(self._dtype) / 127.5 - 1
         return self._autoencoder.encode(scaled).to(torch.float16)
 
-    def encode_texts(self, captions: list[str]) -> list[Fields]:
-        fields = []
-        for caption in captions:
-            vectors, mean = self._text.encode(caption)
-            fields.append(
-                {"prompt_embeds": vectors[None].bfloat16(), "pooled_prompt_embeds": mean[None].bfloat16()}
-            )
-        return fields
+    def encode_texts(self, captions: list[str]) -> Columns:
+        encoded = [self._text.encode(caption) for caption in captions]
+        return {
+            "prompt_embeds": torch.stack([vectors for vectors, _ in encoded]).bfloat16(),
+            "pooled_prompt_embeds": torch.stack([mean for _, mean in encoded]).bfloat16(),
+        }
 
-    def media_fields(self, pixels: torch.Tensor) -> list[Fields]:
-        return [{} for _ in pixels]
+    def media_fields(self, pixels: torch.Tensor) -> Columns:
+        return {}
+
+    def bytes_needed(self, pixels: torch.Tensor) -> int:
+        return 0
 
     @torch.inference_mode()
     def decode_latents(self, latents: torch.Tensor) -> torch.Tensor:

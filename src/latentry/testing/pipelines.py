@@ -33,12 +33,12 @@ def make_flux_pipeline(folder: Path, seed: int = 0) -> Path:
     from transformers import CLIPTextConfig, CLIPTextModel, T5Config, T5EncoderModel
 
     torch.manual_seed(seed)
-    clip_tokenizer, t5_tokenizer = _clip_tokenizer(), _t5_tokenizer()
+    clip_tokens, t5_tokens = clip_tokenizer(), t5_tokenizer()
     clip = CLIPTextModel(
         CLIPTextConfig(
-            vocab_size=len(clip_tokenizer),
-            bos_token_id=len(clip_tokenizer) - 2,
-            eos_token_id=len(clip_tokenizer) - 1,
+            vocab_size=len(clip_tokens),
+            bos_token_id=len(clip_tokens) - 2,
+            eos_token_id=len(clip_tokens) - 1,
             pad_token_id=1,
             hidden_size=32,
             intermediate_size=37,
@@ -47,7 +47,7 @@ def make_flux_pipeline(folder: Path, seed: int = 0) -> Path:
             projection_dim=32,
         )
     )
-    t5 = T5EncoderModel(T5Config(vocab_size=len(t5_tokenizer), **_T5_SHAPE))
+    t5 = T5EncoderModel(T5Config(vocab_size=len(t5_tokens), **_T5_SHAPE))
     vae = AutoencoderKL(
         down_block_types=("DownEncoderBlock2D",) * 4,
         up_block_types=("UpDecoderBlock2D",) * 4,
@@ -77,9 +77,9 @@ def make_flux_pipeline(folder: Path, seed: int = 0) -> Path:
         scheduler=FlowMatchEulerDiscreteScheduler(),
         vae=vae,
         text_encoder=clip,
-        tokenizer=clip_tokenizer,
+        tokenizer=clip_tokens,
         text_encoder_2=t5,
-        tokenizer_2=t5_tokenizer,
+        tokenizer_2=t5_tokens,
         transformer=transformer,
     )
     pipeline.save_pretrained(folder)
@@ -92,7 +92,7 @@ def make_wan_pipeline(folder: Path, seed: int = 0) -> Path:
     from transformers import UMT5Config, UMT5EncoderModel
 
     torch.manual_seed(seed)
-    tokenizer = _t5_tokenizer()
+    tokenizer = t5_tokenizer()
     transformer = WanTransformer3DModel(
         num_attention_heads=2,
         attention_head_dim=12,
@@ -134,7 +134,7 @@ def make_hunyuan_pipeline(folder: Path, *, image_to_video: bool = True, seed: in
     )
 
     torch.manual_seed(seed)
-    tokenizer, glyph_tokenizer = _qwen_tokenizer(), ByT5Tokenizer()
+    tokenizer, glyph_tokenizer = qwen_tokenizer(), ByT5Tokenizer()
     parts: dict[str, Any] = {
         "text_encoder": Qwen2_5_VLTextModel(
             Qwen2_5_VLTextConfig(
@@ -187,7 +187,7 @@ def make_hunyuan_pipeline(folder: Path, *, image_to_video: bool = True, seed: in
     return folder
 
 
-def _qwen_tokenizer() -> Any:
+def qwen_tokenizer() -> Any:
     """Byte-level pairs trained on the spot, with a chat template."""
     import json
 
@@ -211,7 +211,7 @@ def _qwen_tokenizer() -> Any:
     return tokenizer
 
 
-def _clip_tokenizer() -> Any:
+def clip_tokenizer() -> Any:
     """All bytes, each also as the end of a word, and a few merges; the end mark has the largest number."""
     from transformers import CLIPTokenizer
     from transformers.convert_slow_tokenizer import bytes_to_unicode
@@ -231,7 +231,7 @@ def _clip_tokenizer() -> Any:
     return CLIPTokenizer(vocab=vocabulary, merges=merges, model_max_length=77)
 
 
-def _t5_tokenizer() -> Any:
+def t5_tokenizer() -> Any:
     """A SentencePiece model of 200 pieces, trained on the spot."""
     import sentencepiece
     from transformers import T5Tokenizer

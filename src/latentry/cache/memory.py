@@ -1,0 +1,72 @@
+"""Memory for batches, used again once nobody holds the batch that was in it.
+
+A fresh buffer of some ten megabytes is given back to the system when it is freed, and each of its pages is
+cleared and mapped anew for the next batch: that costs as much as reading the data. A trainer holds one or
+two batches at a time, so a few buffers serve for ever.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import threading
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.utils.data import get_worker_info
+
+_MOST_IDLE = 8
+_SMALL_BYTES = 1 << 18
+
+
+class BatchMemory:
+    """Where a loader's batches are put together. One may be used by several threads."""
+
+    def __init__(self, pin_memory: bool = False) -> None:
+        self._pin = pin_memory
+        self._buffers: list[npt.NDArray[np.uint8]] = []
+        self._lock = threading.Lock()
+
+    def __reduce__(self) -> tuple[type[BatchMemory], tuple[bool]]:
+        return (BatchMemory, (self._pin,))
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """A tensor like ``torch.empty``'s."""
+        num_bytes = math.prod(shape) * dtype.itemsize
+        if self._pin:  # torch keeps page-locked memory in a pool of its own
+            return torch.empty(tuple(shape), dtype=dtype, pin_memory=True)
+        if get_worker_info() is not None and num_bytes:
+            # What a worker process sends is copied into shared memory, unless it is there already.
+            shared = torch.UntypedStorage._new_shared(num_bytes)  # type: ignore[no-untyped-call]
+            return torch.empty(0, dtype=torch.uint8).set_(shared).view(dtype).view(tuple(shape))
+        if num_bytes < _SMALL_BYTES:
+            return torch.empty(tuple(shape), dtype=dtype)
+        flat = torch.from_numpy(self._take(num_bytes))
+        return flat[:num_bytes].view(dtype).view(tuple(shape))
+
+    def _take(self, num_bytes: int) -> npt.NDArray[np.uint8]:
+        with self._lock:
+            idle = [
+                i
+                for i, buffer in enumerate(self._buffers)
+                if sys.getrefcount(buffer) <= _REFERENCES_WHEN_IDLE
+            ]
+            fitting = [i for i in idle if num_bytes <= len(self._buffers[i]) <= 2 * num_bytes]
+            if fitting:
+                return self._buffers[min(fitting, key=lambda i: len(self._buffers[i]))]
+            for i in reversed(idle[:-_MOST_IDLE] if len(idle) > _MOST_IDLE else []):
+                del self._buffers[i]
+            buffer = np.empty(num_bytes, np.uint8)
+            self._buffers.append(buffer)
+            return buffer
+
+
+def _references_when_idle() -> int:
+    """What ``sys.getrefcount`` says of a buffer that only the list holds, asked as ``_take`` asks."""
+    counts = [sys.getrefcount(buffer) for _, buffer in enumerate([np.empty(1, np.uint8)])]
+    return counts[0]
+
+
+_REFERENCES_WHEN_IDLE = _references_when_idle()

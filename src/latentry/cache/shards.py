@@ -1,0 +1,156 @@
+"""Shards: many samples' tensors in one immutable file, in the safetensors container.
+
+A row is a run of tensors without gaps between them, named ``17.latent`` and so on, so that one read fetches
+them all and any tool can open them. Each row has a checksum. Positions that hold nothing but zeros at the end
+of a tensor (a caption's padding) are left out and filled in again on reading: nothing is lost.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+import xxhash
+
+from latentry.storage import publish
+
+LEAST_SHARD_BYTES = 1 << 28
+USUAL_SHARD_BYTES = 1 << 29
+_ALIGNMENT = 8
+_PADDING = "padding"
+
+_DTYPES = {
+    "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "I32": torch.int32,
+    "I64": torch.int64, "F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64,
+}  # fmt: skip
+"""By the container's names."""
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+
+
+class Layout(msgspec.Struct, frozen=True, array_like=True):
+    """How one tensor is stored."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    """As a reader gets it."""
+    kept: int | None = None
+    """How many positions of its second-to-last dimension are stored, the others being zero; None for all."""
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return _DTYPES[self.dtype]
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        return self.shape if self.kept is None else (*self.shape[:-2], self.kept, self.shape[-1])
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.stored_shape) * self.torch_dtype.itemsize
+
+
+class Place(msgspec.Struct, frozen=True):
+    """Where a row is, and what must be found there."""
+
+    file: str
+    """Relative to the cache."""
+    row: int
+    offset: int
+    """In bytes, of the row's first tensor in the file."""
+    tensors: tuple[Layout, ...]
+    checksum: int
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.num_bytes for tensor in self.tensors)
+
+
+def checksum(parts: Iterable[Any]) -> int:
+    """XXH3 of some buffers one after the other: a hash that keeps up with the disk."""
+    digest = xxhash.xxh3_64()
+    for part in parts:
+        digest.update(part)
+    return digest.intdigest()
+
+
+class StoredRow:
+    """A row on its way to a shard: a copy of its tensors' bytes, largest alignment first."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self.place: Place | None = None
+        """Where it is, once it is written; its bytes are let go then."""
+        pairs = sorted(tensors.items(), key=lambda pair: -pair[1].dtype.itemsize)
+        self.layouts: list[Layout] = []
+        self.contents: list[memoryview] = []
+        for name, tensor in pairs:
+            layout, content = _trimmed(name, tensor)
+            self.layouts.append(layout)
+            self.contents.append(content)
+        self.checksum = checksum(self.contents)
+        self.num_bytes = sum(len(content) for content in self.contents)
+
+
+def _trimmed(name: str, tensor: torch.Tensor) -> tuple[Layout, memoryview]:
+    if tensor.dtype not in _NAMES:
+        raise TypeError(f"{name} is {tensor.dtype}, which the safetensors container has no name for")
+    values = tensor.detach().cpu().contiguous()
+    raw = values.reshape(-1).view(torch.uint8).numpy() if values.numel() else np.empty(0, np.uint8)
+    kept = None
+    if values.ndim == 3 and values.shape[0] == 1 and values.numel():
+        used = np.flatnonzero(raw.reshape(values.shape[1], -1).any(axis=1))
+        length = int(used[-1]) + 1 if len(used) else 0
+        if length < values.shape[1]:
+            kept = length
+            raw = raw.reshape(values.shape[1], -1)[:length].reshape(-1)
+    return Layout(name, _NAMES[tensor.dtype], tuple(values.shape), kept), memoryview(raw.copy())
+
+
+def write_shard(path: Path, relative: str, rows: Sequence[StoredRow]) -> None:
+    """Publish the rows as one file, and tell each its place."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    position = 0
+    starts = []
+    fillers = []
+
+    def enter(name: str, dtype: str, shape: Sequence[int], size: int) -> None:
+        nonlocal position
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [position, position + size]}
+        position += size
+
+    for number, row in enumerate(rows):
+        starts.append(position)
+        for layout in row.layouts:
+            enter(f"{number}.{layout.name}", layout.dtype, layout.stored_shape, layout.num_bytes)
+        gap = -position % _ALIGNMENT
+        if gap:
+            enter(f"{number}.{_PADDING}", "U8", [gap], gap)
+        fillers.append(bytes(gap))
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with publish(path) as draft, open(draft, "wb", buffering=0) as file:
+        _write_all(file.fileno(), [len(text).to_bytes(8, "little"), text])
+        for row, filler in zip(rows, fillers, strict=True):
+            _write_all(file.fileno(), [*row.contents, *([filler] if filler else [])])
+    base = 8 + len(text)
+    for number, (row, start) in enumerate(zip(rows, starts, strict=True)):
+        row.place = Place(relative, number, base + start, tuple(row.layouts), row.checksum)
+        row.contents = []
+
+
+def _write_all(descriptor: int, parts: Sequence[Any]) -> None:
+    waiting = [memoryview(part) for part in parts if len(part)]
+    while waiting:
+        written = os.writev(descriptor, waiting[:1024])
+        while waiting and written >= len(waiting[0]):
+            written -= len(waiting.pop(0))
+        if written:
+            waiting[0] = waiting[0][written:]

@@ -1,0 +1,142 @@
+"""HunyuanVideo 1.5's causal video VAE, its encoder only.
+
+Everything before the attention in the middle is causal convolutions and goes in stretches. The attention sees
+all frames before its own: done frame by frame it needs neither the mask, nor half of the arithmetic, nor the
+tens of gigabytes that scores of all with all take.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from latentry.processors.gpu import fused
+from latentry.processors.gpu.causal import (
+    FirstConv,
+    Memory,
+    bytes_needed,
+    conv3d,
+    norm_factor,
+    pointwise,
+    stretches,
+    with_channels_last,
+)
+
+
+class HunyuanEncoder:
+    """``encoder(clips)`` is ``vae.encode(clips)``'s moments, for [B,3,T,H,W] in -1 … 1."""
+
+    def __init__(self, vae: Any) -> None:
+        self._encoder = vae.encoder
+        self._channels = vae.encoder.conv_in.conv.weight.shape[0]
+        self._step = vae.temporal_compression_ratio
+        self._first = FirstConv(vae.encoder.conv_in.conv)
+        with_channels_last(vae.encoder)
+
+    @staticmethod
+    def supports(vae: Any) -> bool:
+        """Whether channels divide as the downsampling here assumes."""
+        downs = [down for block in vae.encoder.down_blocks for down in block.downsamplers or ()]
+        return all(_group(down) >= 2 and down.conv.pad_mode == "replicate" for down in downs)
+
+    def bytes_needed(self, clips: torch.Tensor) -> int:
+        return bytes_needed(clips, 2 * self._channels, self._step)
+
+    def __call__(self, clips: torch.Tensor) -> torch.Tensor:
+        return torch.stack([self._encode(clip.permute(1, 2, 3, 0).contiguous()) for clip in clips])
+
+    def _encode(self, clip: torch.Tensor) -> torch.Tensor:
+        encoder, memory = self._encoder, Memory()
+        x = torch.cat(
+            [self._stretch(part, memory) for part in stretches(clip, 2 * self._channels, self._step)]
+        )
+        memory = Memory()
+        x = _residual(x, encoder.mid_block.resnets[0], memory)
+        for attention, block in zip(encoder.mid_block.attentions, encoder.mid_block.resnets[1:], strict=True):
+            x = _residual(_attention(x, attention) if attention is not None else x, block, memory)
+        conv = encoder.conv_out.conv
+        h = conv3d(_padded(x, encoder.norm_out, None, encoder.conv_out, memory), conv, None)
+        return fused.add_group_mean(h, conv.bias, x).permute(3, 0, 1, 2)
+
+    def _stretch(self, x: torch.Tensor, memory: Memory) -> torch.Tensor:
+        conv_in = self._encoder.conv_in
+        x = self._first(_padded(x, None, None, conv_in, memory, silu=False), padding=0)
+        for block in self._encoder.down_blocks:
+            for resnet in block.resnets:
+                x = _residual(x, resnet, memory)
+            for downsampler in block.downsamplers or ():
+                x = _downsample(x, downsampler, memory)
+        return x
+
+
+def _padded(
+    x: torch.Tensor, norm: Any, bias: torch.Tensor | None, conv: Any, memory: Memory, *, silu: bool = True
+) -> torch.Tensor:
+    """The normed frames with their edges repeated, and before them the last two of the stretch before."""
+    frames, height, width, channels = x.shape
+    room = x.new_empty(frames + 2, height + 2, width + 2, channels)
+    gamma = None if norm is None else norm_factor(norm)
+    fused.norm_rows(x, gamma, bias, silu=silu, pad=1, out=room[2:])
+    before = memory.get(conv)
+    room[:2] = room[2:3] if before is None else before
+    memory.keep(conv, room[-2:])
+    return room
+
+
+def _residual(x: torch.Tensor, block: Any, memory: Memory) -> torch.Tensor:
+    h = conv3d(_padded(x, block.norm1, None, block.conv1, memory), block.conv1.conv, None)
+    h = conv3d(_padded(h, block.norm2, block.conv1.conv.bias, block.conv2, memory), block.conv2.conv, None)
+    if block.conv_shortcut is not None:
+        x = pointwise(x, block.conv_shortcut)
+    return fused.add_rows(x, h, block.conv2.conv.bias)
+
+
+def _group(down: Any) -> int:
+    """How many channels the shortcut averages into one."""
+    return int(down.group_size)
+
+
+def _downsample(x: torch.Tensor, down: Any, memory: Memory) -> torch.Tensor:
+    """Space, and time if asked, folded into channels; beside the convolution a shortcut of averaged channels.
+
+    Averaging neighbouring channels before folding is averaging after it, on a quarter or an eighth of the data.
+    """
+    conv = down.conv.conv
+    starts = memory.get(down.conv) is None
+    h = conv3d(_padded(x, None, None, down.conv, memory, silu=False), conv, None)
+    if not down.add_temporal_downsample:
+        return _fold(fused.add_group_mean(h, conv.bias, x), 1)
+    if not starts:
+        return _fold(fused.add_group_mean(h, conv.bias, x), 2)
+    # The first frame has none to be folded with: it counts twice, and its shortcut averages half as many.
+    first = _fold(h[:1] + conv.bias, 1).repeat(1, 1, 1, 2)
+    half = _group(down) // 2
+    first = first + _fold(x[:1].view(*x[:1].shape[:-1], -1, half).float().mean(-1).to(x.dtype), 1)
+    if len(x) == 1:
+        return first
+    return torch.cat([first, _fold(fused.add_group_mean(h[1:], conv.bias, x[1:]), 2)])
+
+
+def _fold(x: torch.Tensor, frames: int) -> torch.Tensor:
+    """[T,H,W,C] to [T/frames,H/2,W/2,frames·4·C]."""
+    length, height, width, channels = x.shape
+    x = x.view(length // frames, frames, height // 2, 2, width // 2, 2, channels)
+    x = x.permute(0, 2, 4, 1, 3, 5, 6)
+    return x.reshape(length // frames, height // 2, width // 2, frames * 4 * channels)
+
+
+def _attention(x: torch.Tensor, attention: Any) -> torch.Tensor:
+    """Each frame attends to itself and all frames before it."""
+    rows = fused.norm_rows(x, norm_factor(attention.norm), silu=False).flatten(0, 2)
+    query, key, value = (pointwise(rows, layer) for layer in (attention.to_q, attention.to_k, attention.to_v))
+    size = x.shape[1] * x.shape[2]
+    mixed = torch.cat(
+        [
+            fused.attend(query[end - size : end], key[:end], value[:end])
+            for end in range(size, len(rows) + 1, size)
+        ]
+    )
+    h = F.linear(mixed, attention.proj_out.weight.flatten(1)).view(x.shape)
+    return fused.add_rows(x, h, attention.proj_out.bias)
