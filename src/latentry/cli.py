@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None, prog: str = "latentry") -> int:
     if options.list_processors:
         options.run = _list_processors
     elif options.run is None:
-        parser.error("name a command: image, video, verify, processors")
+        parser.error("name a command: image, video, verify, convert, processors")
     warnings.filterwarnings("ignore", module="PIL")  # what a picture's header has wrong is no news here
     try:
         signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
@@ -62,6 +62,7 @@ def _build_parser(prog: str) -> argparse.ArgumentParser:
     _add_image(commands.add_parser("image", help="encode a folder of images into a cache"))
     _add_video(commands.add_parser("video", help="encode a folder of clips into a cache"))
     _add_verify(commands.add_parser("verify", help="check a finished cache, file by file"))
+    _add_convert(commands.add_parser("convert", help="write a cache anew, packed or in files of their own"))
     processors = commands.add_parser("processors", help="list the processors")
     processors.set_defaults(run=_list_processors)
     return parser
@@ -139,6 +140,14 @@ def _add_verify(parser: argparse.ArgumentParser) -> None:
     _flag(parser, "--devices", default="auto", help="where to decode: auto, cpu or cuda:0")
     _flag(parser, "--quiet", action="store_true", help="say nothing but errors")
     _flag(parser, "--json", action="store_true", help="print the result as JSON")
+
+
+def _add_convert(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(run=_convert)
+    parser.add_argument("cache_dir", help="the folder of the cache, which is left as it is")
+    _flag(parser, "--output_dir", required=True, help="the folder of the new one; made if need be")
+    _flag(parser, "--output_format", default="packed", help="packed (default), meta, pt or safetensors")
+    _flag(parser, "--quiet", action="store_true", help="say nothing but errors")
 
 
 def _add_common(parser: argparse.ArgumentParser, where: Any, *, preset: str, output_format: str) -> Any:
@@ -274,6 +283,22 @@ def _verify(options: argparse.Namespace) -> int:
     elif not options.quiet:
         print(result)
     return result.exit_status
+
+
+def _convert(options: argparse.Namespace) -> int:
+    from latentry.conversion import convert_cache
+    from latentry.preparation import Progress
+
+    with _progress(quiet=options.quiet) as on_progress:
+        result = convert_cache(
+            options.cache_dir,
+            options.output_dir,
+            options.output_format,
+            on_progress=lambda done, total: on_progress(Progress("convert", done, total)),
+        )
+    if not options.quiet:
+        print(result)
+    return 0
 
 
 def _list_processors(options: argparse.Namespace) -> int:

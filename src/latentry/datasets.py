@@ -140,30 +140,32 @@ class BaseMultiresolutionDataset(Dataset[dict[str, Any]], ABC):
 
     def _load(self, idx: int) -> CachedSample:
         row = range(len(self))[idx]
-        return CachedSample(
-            self.samples.where(row), self._file(row), self.index.shape(row), self.samples.load(row)
-        )
+        return CachedSample(self, row, self.samples.load(row))
 
     def _load_many(self, indices: Sequence[int], names: Collection[str]) -> list[CachedSample]:
         """Several samples, with these of their tensors, side by side in memory that is used again and again."""
         rows = [range(len(self))[idx] for idx in indices]
-        return [
-            CachedSample(self.samples.where(row), self._file(row), self.index.shape(row), data)
-            for row, data in zip(rows, self.samples.load_many(rows, names, self.batch_memory), strict=True)
-        ]
-
-    def _file(self, row: int) -> str:
-        return str(self.cache_dir / self.index.relative_file(row))
+        loaded = self.samples.load_many(rows, names, self.batch_memory)
+        return [CachedSample(self, row, data) for row, data in zip(rows, loaded, strict=True)]
 
 
 class CachedSample:
     """A cache file's dictionary, together with what it must agree with."""
 
-    def __init__(self, where: str, file: str, shape: BucketShape, data: dict[str, Any]) -> None:
-        self.where = where
-        self.file = file
-        self.shape = shape
+    def __init__(self, dataset: BaseMultiresolutionDataset, row: int, data: dict[str, Any]) -> None:
+        self._dataset = dataset
+        self._row = row
+        self.shape: BucketShape = dataset.index.shape(row)
         self.data = data
+
+    @property
+    def where(self) -> str:
+        """Its place, for people."""
+        return self._dataset.samples.where(self._row)
+
+    @property
+    def file(self) -> str:
+        return os.path.join(self._dataset.cache_dir, self._dataset.samples.file(self._row))
 
     def value(self, key: str) -> Any:
         if self.data.get(key) is None:

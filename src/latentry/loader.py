@@ -1,7 +1,9 @@
 """From a cache to the batches a trainer receives: collate functions, loader builders, YAML.
 
-The loader is PyTorch's ``DataLoader`` with two additions: its state counts the batches the trainer
-received (not those that workers have prefetched), and it leaves the global random state alone.
+The loader is PyTorch's ``DataLoader`` with three differences: its state counts the batches the trainer
+received (not those that were read ahead), it leaves the global random state alone, and its workers are threads.
+Reading is system calls, during which other threads run; a worker process would have to hand over its batches
+through shared memory, which costs more than reading them.
 """
 
 from __future__ import annotations
@@ -10,7 +12,9 @@ import difflib
 import functools
 import inspect
 import os
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,13 +22,14 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
+from latentry.cache.memory import BatchMemory
 from latentry.datasets import (
     VIDEO_OPTIONAL_FIELDS,
     BaseMultiresolutionDataset,
     TextToImageDataset,
     TextToVideoDataset,
 )
-from latentry.errors import CacheFileError, ConfigError, LatentryError, StateError
+from latentry.errors import CacheFileError, ConfigError, StateError
 from latentry.sampler import SequentialBucketSampler
 
 Batch = dict[str, Any]
@@ -140,10 +145,11 @@ class LoaderConfig:
     shuffle: bool
     dynamic_batch_size: bool
     num_workers: int
+    """Threads that read ahead; 0 reads a batch when it is asked for."""
     pin_memory: bool
     """Page-locked batches, for quicker copies to a GPU; without one it is ignored."""
     prefetch_factor: int
-    """Batches that each worker reads ahead; without workers there is nothing to read ahead."""
+    """Batches that are read ahead for each worker."""
     seed: int
     device: str | torch.device | None
     """Where batches go before the trainer gets them; None leaves them in main memory."""
@@ -196,36 +202,44 @@ class LatentDataLoader(DataLoader[Any]):
         collate_fn: Callable[[Sequence[Mapping[str, Any]]], Batch],
         config: LoaderConfig,
     ) -> None:
+        # Batches are put together in page-locked memory, if that is wanted, not copied there.
+        dataset.batch_memory = BatchMemory(config.pin_memory and torch.cuda.is_available())
         super().__init__(
             dataset,
             batch_sampler=sampler,
             collate_fn=collate_fn,
-            num_workers=config.num_workers,
-            pin_memory=config.pin_memory and torch.cuda.is_available(),
-            prefetch_factor=config.prefetch_factor if config.num_workers else None,
-            persistent_workers=config.num_workers > 0,
-            # PyTorch draws the workers' seeds from here; by default it would draw them from the
-            # global generator, and a resumed training run would see other noise.
+            # PyTorch draws seeds from here; by default it would draw them from the global generator,
+            # and a resumed training run would see other noise.
             generator=torch.Generator(),
         )
         sampler.counts_on_yield = False
         self.bucket_sampler = sampler
         self.device = config.torch_device
+        self.num_threads = config.num_workers
+        self._read_ahead = config.prefetch_factor * config.num_workers
+
+    def _batches(self) -> Iterator[Batch]:
+        """Batches in order, read ahead by threads, or as they are asked for."""
+        if not self.num_threads:
+            yield from super().__iter__()
+            return
+        dataset: Any = self.dataset
+        waiting: deque[Future[Batch]] = deque()
+        with ThreadPoolExecutor(self.num_threads, thread_name_prefix="latentry") as pool:
+            try:
+                for indices in self.bucket_sampler:
+                    waiting.append(pool.submit(lambda i: self.collate_fn(dataset.__getitems__(i)), indices))
+                    if len(waiting) > self._read_ahead:
+                        yield waiting.popleft().result()
+                while waiting:
+                    yield waiting.popleft().result()
+            finally:
+                pool.shutdown(wait=False, cancel_futures=True)
 
     def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]  # a generator, not torch's iterator class
         sampler = self.bucket_sampler
         iteration = sampler.begin_iteration()
-        batches = super().__iter__()
-        while True:
-            try:
-                batch = next(batches)
-            except StopIteration:
-                return
-            except LatentryError as error:
-                # From a worker it comes wrapped in the worker's traceback; the last line is the message.
-                raise type(error)(
-                    str(error).rstrip().rpartition("\n")[2].partition("Error: ")[2] or str(error)
-                ) from None
+        for batch in self._batches():
             if not sampler.is_current(iteration):
                 raise StateError(
                     "a newer iteration of this loader, or another epoch, has begun; go on with that one"

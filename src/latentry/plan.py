@@ -86,6 +86,11 @@ class Recipe:
                 raise ConfigError(f"{name} is {number!r}; it must be a whole number, 0 or more")
 
 
+def recipe_fingerprint(recipe: Mapping[str, Any]) -> str:
+    """Identifies a resolved recipe, as it is recorded in a cache."""
+    return hashlib.blake2b(json.dumps(recipe, sort_keys=True).encode(), digest_size=16).hexdigest()
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ResolvedRecipe:
     """A recipe with nothing left open, as it is recorded in a cache."""
@@ -120,8 +125,7 @@ class ResolvedRecipe:
 
     @property
     def fingerprint(self) -> str:
-        text = json.dumps(asdict(self), sort_keys=True)
-        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+        return recipe_fingerprint(asdict(self))
 
     def differences(self, other: Mapping[str, Any]) -> list[str]:
         """One line per field in which a recorded recipe differs from this one."""

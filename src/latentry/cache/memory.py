@@ -15,7 +15,6 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch.utils.data import get_worker_info
 
 _MOST_IDLE = 8
 _SMALL_BYTES = 1 << 18
@@ -37,10 +36,6 @@ class BatchMemory:
         num_bytes = math.prod(shape) * dtype.itemsize
         if self._pin:  # torch keeps page-locked memory in a pool of its own
             return torch.empty(tuple(shape), dtype=dtype, pin_memory=True)
-        if get_worker_info() is not None and num_bytes:
-            # What a worker process sends is copied into shared memory, unless it is there already.
-            shared = torch.UntypedStorage._new_shared(num_bytes)  # type: ignore[no-untyped-call]
-            return torch.empty(0, dtype=torch.uint8).set_(shared).view(dtype).view(tuple(shape))
         if num_bytes < _SMALL_BYTES:
             return torch.empty(tuple(shape), dtype=dtype)
         flat = torch.from_numpy(self._take(num_bytes))
@@ -48,11 +43,7 @@ class BatchMemory:
 
     def _take(self, num_bytes: int) -> npt.NDArray[np.uint8]:
         with self._lock:
-            idle = [
-                i
-                for i, buffer in enumerate(self._buffers)
-                if sys.getrefcount(buffer) <= _REFERENCES_WHEN_IDLE
-            ]
+            idle = [i for i, count in enumerate(_references(self._buffers)) if count <= _WHEN_IDLE]
             fitting = [i for i in idle if num_bytes <= len(self._buffers[i]) <= 2 * num_bytes]
             if fitting:
                 return self._buffers[min(fitting, key=lambda i: len(self._buffers[i]))]
@@ -63,10 +54,10 @@ class BatchMemory:
             return buffer
 
 
-def _references_when_idle() -> int:
-    """What ``sys.getrefcount`` says of a buffer that only the list holds, asked as ``_take`` asks."""
-    counts = [sys.getrefcount(buffer) for _, buffer in enumerate([np.empty(1, np.uint8)])]
-    return counts[0]
+def _references(buffers: list[npt.NDArray[np.uint8]]) -> list[int]:
+    """How many references there are to each, those of the asking included."""
+    return [sys.getrefcount(buffer) for buffer in buffers]
 
 
-_REFERENCES_WHEN_IDLE = _references_when_idle()
+_WHEN_IDLE = _references([np.empty(1, np.uint8)])[0]
+"""What is counted of a buffer that only its list holds."""

@@ -219,23 +219,20 @@ class PackedIndex:
 
     def place(self, row: int, part: str) -> Place:
         block, i = self._find(row)
-        layout = block.number(f"{part}_layout", i)
+        return self._place(block, i, part)
+
+    def _place(self, block: _Block, i: int, part: str) -> Place:
+        file, row, offset, layout, checksum = block.place(part, i)
         if layout >= len(self._header.layouts):
-            raise MetadataError(f"{self.path} is damaged: row {row} has no layout {layout}")
-        return Place(
-            block.text(f"{part}_file", i),
-            block.number(f"{part}_row", i),
-            block.number(f"{part}_offset", i),
-            self._header.layouts[layout],
-            block.number(f"{part}_checksum", i),
-        )
+            raise MetadataError(f"{self.path} is damaged: there is no layout {layout}")
+        return Place(file, row, offset, self._header.layouts[layout], checksum)
 
     def entry(self, row: int) -> Entry:
         block, i = self._find(row)
         form = block.number("form", i)
         if form >= len(self._header.forms):
-            raise MetadataError(f"{self.path} is damaged: row {row} has no form {form}")
-        places = {part: self.place(row, part) for part in self._header.parts}
+            raise MetadataError(f"{self.path} is damaged: there is no form {form}")
+        places = {part: self._place(block, i, part) for part in self._header.parts}
         return Entry(
             block.text("name", i),
             {part: place for part, place in places.items() if place.tensors},
@@ -290,9 +287,21 @@ class _Block:
                 self._texts[name] = (ends, memoryview(characters) if characters else memoryview(b""))
             else:
                 self._numbers[name] = column.to_numpy()
+        self._places = {
+            part: tuple(self._numbers[f"{part}_{what}"] for what in ("row", "offset", "layout", "checksum"))
+            for part in PARTS
+            if f"{part}_row" in self._numbers
+        }
 
     def number(self, column: str, i: int) -> int:
         return int(self._numbers[column][i])
+
+    def place(self, part: str, i: int) -> tuple[str, int, int, int, int]:
+        """File, row, offset, layout and checksum."""
+        row, offset, layout, checksum = self._places[part]
+        return (
+            self.text(f"{part}_file", i), int(row[i]), int(offset[i]), int(layout[i]), int(checksum[i]),
+        )  # fmt: skip
 
     def text(self, column: str, i: int) -> str:
         return self._bytes(column, i).decode(errors="replace")

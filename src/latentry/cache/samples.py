@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,7 +20,7 @@ import torch
 from latentry.cache.files import load_cache_file
 from latentry.cache.index import CacheIndex
 from latentry.cache.memory import BatchMemory
-from latentry.cache.packed import PackedIndex, part_of
+from latentry.cache.packed import Entry, PackedIndex, part_of
 from latentry.cache.shards import Layout, Place, checksum
 from latentry.errors import CacheFileError, CacheNotFoundError
 from latentry.storage import inside
@@ -32,6 +32,9 @@ Dictionary = dict[str, Any]
 class Samples(Protocol):
     def where(self, row: int) -> str:
         """The sample's place, for people."""
+
+    def file(self, row: int) -> str:
+        """The file that holds its latents, relative to the cache."""
 
     def files(self, row: int) -> list[str]:
         """The files that hold something of it, relative to the cache."""
@@ -60,8 +63,11 @@ class FileSamples:
     def where(self, row: int) -> str:
         return str(self._cache_dir / self._index.relative_file(row))
 
+    def file(self, row: int) -> str:
+        return self._index.relative_file(row)
+
     def files(self, row: int) -> list[str]:
-        return [self._index.relative_file(row)]
+        return [self.file(row)]
 
     def load(self, row: int) -> Dictionary:
         return load_cache_file(self._cache_dir, self._index.relative_file(row))
@@ -87,7 +93,11 @@ class FileSamples:
 
 
 class PackedSamples:
-    """Samples of a packed cache; ``row_numbers`` are those of some of them, or None for all."""
+    """Samples of a packed cache; ``row_numbers`` are those of some of them, or None for all.
+
+    A row's checksum is looked at the first time this process reads it: what the disk has spoilt is found, and
+    the epochs after that cost nothing more.
+    """
 
     def __init__(
         self, cache_dir: Path, index: PackedIndex, row_numbers: npt.NDArray[np.int64] | None = None
@@ -95,6 +105,7 @@ class PackedSamples:
         self._index = index
         self._row_numbers = row_numbers
         self._shards = OpenShards(cache_dir)
+        self._checked = {part: np.zeros(len(index) // 8 + 1, np.uint8) for part in index.parts}
 
     def some(self, rows: Sequence[int]) -> PackedSamples:
         """Only these of the cache's samples."""
@@ -106,6 +117,9 @@ class PackedSamples:
     def where(self, row: int) -> str:
         place = self._index.place(self._row(row), "latents")
         return f"{self._shards.path(place.file)}, row {place.row}"
+
+    def file(self, row: int) -> str:
+        return self._index.relative_file(self._row(row))
 
     def files(self, row: int) -> list[str]:
         return [place.file for place in self._index.entry(self._row(row)).places.values()]
@@ -119,38 +133,69 @@ class PackedSamples:
         rows = [self._row(row) for row in rows]
         entries = [self._index.entry(row) for row in rows]
         tensors: list[dict[str, torch.Tensor]] = [{} for _ in rows]
-        for part in {part_of(name) for name in names}:
+        for part in sorted({part_of(name) for name in names}.intersection(self._index.parts)):
             places = [entry.places.get(part) for entry in entries]
-            bases = _side_by_side(places, names, memory)
+            batch = _Batch(places, names, memory)
             for i, place in enumerate(places):
                 if place is not None:
-                    tensors[i] |= self._shards.read(
-                        place, {name: base[i] for name, base in bases.items()}, names
-                    )
-        wanted = []
-        for entry, row, found in zip(entries, rows, tensors, strict=True):
-            data = entry.dictionary(self._index.row(row), found)
-            stored = {layout.name for place in entry.places.values() for layout in place.tensors}
-            wanted.append({k: v for k, v in data.items() if k in found or k not in stored})
-        return wanted
+                    checked, bit = self._checked[part], 1 << (rows[i] & 7)
+                    found, buffers = batch.room(i, place)
+                    self._shards.fill(place, buffers, check=not checked[rows[i] >> 3] & bit)
+                    checked[rows[i] >> 3] |= bit
+                    tensors[i] |= found
+        return [
+            _without(entry.dictionary(self._index.row(row), found), entry, found)
+            for entry, row, found in zip(entries, rows, tensors, strict=True)
+        ]
 
 
-def _side_by_side(
-    places: Sequence[Place | None], names: Collection[str], memory: BatchMemory
-) -> dict[str, torch.Tensor]:
-    """For each tensor that all samples have in one shape, the batch of it; still empty."""
-    first = places[0]
-    if first is None:
-        return {}
-    bases = {}
-    for layout in first.tensors:
-        alike = all(place is not None and _fits(place, layout) for place in places)
-        if layout.name in names and alike:
-            bases[layout.name] = memory.empty((len(places), *layout.shape), layout.torch_dtype)
-    return bases
+def _without(data: Dictionary, entry: Entry, found: Collection[str]) -> Dictionary:
+    """The dictionary without the tensors that were not asked for."""
+    stored = {layout.name for place in entry.places.values() for layout in place.tensors}
+    return {key: value for key, value in data.items() if key in found or key not in stored}
 
 
-def _fits(place: Place, layout: Layout) -> bool:
+class _Batch:
+    """Room for one part of some samples: tensors that all have in one shape lie side by side."""
+
+    def __init__(self, places: Sequence[Place | None], names: Collection[str], memory: BatchMemory) -> None:
+        self._names = names
+        self._bases: dict[str, torch.Tensor] = {}
+        self._raw: dict[str, npt.NDArray[np.uint8]] = {}
+        self._shapes: dict[str, tuple[Any, ...]] = {}
+        first = next(place for place in places if place is not None) if any(places) else None
+        for layout in first.tensors if first else ():
+            kind = (layout.dtype, layout.shape)
+            alike = all(place is not None and _has(place, layout) for place in places)
+            if layout.name in names and alike and 0 not in layout.shape:
+                base = memory.empty((len(places), *layout.shape), layout.torch_dtype)
+                self._bases[layout.name] = base
+                self._raw[layout.name] = base.view(len(places), -1).view(torch.uint8).numpy()
+                self._shapes[layout.name] = kind
+
+    def room(self, i: int, place: Place) -> tuple[dict[str, torch.Tensor], list[Any]]:
+        """The tensors of sample ``i``, still empty, and the buffers to read the whole row into."""
+        found: dict[str, torch.Tensor] = {}
+        buffers: list[Any] = []
+        for layout in place.tensors:
+            size = layout.num_bytes
+            if layout.name not in self._names:
+                buffers.append(bytearray(size))
+                continue
+            if layout.name in self._bases:
+                found[layout.name] = self._bases[layout.name][i]
+                raw = self._raw[layout.name][i]
+            else:
+                found[layout.name] = torch.empty(layout.shape, dtype=layout.torch_dtype)
+                raw = found[layout.name].view(-1).view(torch.uint8).numpy()
+            if size < len(raw):
+                raw[size:] = 0
+                raw = raw[:size]
+            buffers.append(raw)
+        return found, buffers
+
+
+def _has(place: Place, layout: Layout) -> bool:
     return any(
         (other.name, other.dtype, other.shape) == (layout.name, layout.dtype, layout.shape)
         for other in place.tensors
@@ -175,68 +220,41 @@ class OpenShards:
         self.cache_dir = cache_dir
         self._files: OrderedDict[str, _File] = OrderedDict()
         self._lock = threading.Lock()
-        self._scratch = threading.local()
 
     def path(self, file: str) -> Path:
         return self.cache_dir / file
 
-    def read(
-        self, place: Place, into: Mapping[str, torch.Tensor], names: Collection[str]
-    ) -> dict[str, torch.Tensor]:
-        """A row's tensors of these names, read into the given ones, or into new ones where there are none."""
-        found: dict[str, torch.Tensor] = {}
-        buffers: list[memoryview] = []
-        unwanted = 0
-        for layout in place.tensors:
-            if layout.name not in names:
-                buffers.append(self._unwanted(unwanted, layout.num_bytes))
-                unwanted += layout.num_bytes
-                continue
-            tensor = into.get(layout.name)
-            if tensor is None:
-                tensor = torch.empty(layout.shape, dtype=layout.torch_dtype)
-            found[layout.name] = tensor
-            if not tensor.numel():
-                continue
-            raw: npt.NDArray[np.uint8] = tensor.view(-1).view(torch.uint8).numpy()
-            raw[layout.num_bytes :] = 0
-            buffers.append(raw.data[: layout.num_bytes])
-        self._fill(place, buffers)
-        return found
-
-    def _unwanted(self, start: int, num_bytes: int) -> memoryview:
-        room = getattr(self._scratch, "room", bytearray())
-        if len(room) < start + num_bytes:
-            # Views of the smaller one stay valid for the reads they are for.
-            room = self._scratch.room = bytearray(start + num_bytes)
-        return memoryview(room)[start : start + num_bytes]
-
     def check(self, place: Place) -> None:
         """An error if the row is not what was written."""
-        self._fill(place, [memoryview(bytearray(place.num_bytes))])
+        self.fill(place, [bytearray(place.num_bytes)])
 
-    def _fill(self, place: Place, buffers: Sequence[memoryview]) -> None:
+    def fill(self, place: Place, buffers: Sequence[Any], *, check: bool = True) -> None:
+        """Read a row into these buffers, one after the other."""
         file = self._file(place.file)
-        where = f"{self.path(place.file)}, row {place.row}"
         waiting = [buffer for buffer in buffers if len(buffer)]
         position = place.offset
         while waiting:
             try:
                 count = os.preadv(file.descriptor, waiting, position)
             except OSError as error:
-                raise CacheFileError(f"{where}: cannot be read: {error.strerror}") from None
+                raise CacheFileError(f"{self._where(place)}: cannot be read: {error.strerror}") from None
             if count == 0:
-                raise CacheFileError(f"{where}: the file ends before the row does; it was cut short")
+                raise CacheFileError(
+                    f"{self._where(place)}: the file ends before the row does; it was cut short"
+                )
             position += count
             while waiting and count >= len(waiting[0]):
                 count -= len(waiting.pop(0))
             if count:
-                waiting[0] = waiting[0][count:]
-        if checksum(buffers) != place.checksum:
+                waiting[0] = memoryview(waiting[0])[count:]
+        if check and checksum(buffers) != place.checksum:
             raise CacheFileError(
-                f"{where}: its bytes are not those that were written: the checksum differs; the command that "
-                "made the cache encodes it again with --verify"
+                f"{self._where(place)}: its bytes are not those that were written: the checksum differs; the "
+                "command that made the cache encodes it again with --verify"
             )
+
+    def _where(self, place: Place) -> str:
+        return f"{self.path(place.file)}, row {place.row}"
 
     def _file(self, name: str) -> _File:
         with self._lock:

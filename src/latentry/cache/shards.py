@@ -7,9 +7,9 @@ of a tensor (a caption's padding) are left out and filled in again on reading: n
 
 from __future__ import annotations
 
+import functools
 import json
 import math
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ import numpy as np
 import torch
 import xxhash
 
-from latentry.storage import publish
+from latentry.storage import publish, write_parts
 
 LEAST_SHARD_BYTES = 1 << 28
 USUAL_SHARD_BYTES = 1 << 29
@@ -54,7 +54,12 @@ class Layout(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def num_bytes(self) -> int:
-        return math.prod(self.stored_shape) * self.torch_dtype.itemsize
+        return _num_bytes(self)
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def _num_bytes(layout: Layout) -> int:
+    return math.prod(layout.stored_shape) * layout.torch_dtype.itemsize
 
 
 class Place(msgspec.Struct, frozen=True):
@@ -136,21 +141,12 @@ def write_shard(path: Path, relative: str, rows: Sequence[StoredRow]) -> None:
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
     path.parent.mkdir(parents=True, exist_ok=True)
-    with publish(path) as draft, open(draft, "wb", buffering=0) as file:
-        _write_all(file.fileno(), [len(text).to_bytes(8, "little"), text])
-        for row, filler in zip(rows, fillers, strict=True):
-            _write_all(file.fileno(), [*row.contents, *([filler] if filler else [])])
+    with publish(path) as draft:
+        contents = (
+            part for row, filler in zip(rows, fillers, strict=True) for part in (*row.contents, filler)
+        )
+        write_parts(draft, [len(text).to_bytes(8, "little"), text, *contents])
     base = 8 + len(text)
     for number, (row, start) in enumerate(zip(rows, starts, strict=True)):
         row.place = Place(relative, number, base + start, tuple(row.layouts), row.checksum)
         row.contents = []
-
-
-def _write_all(descriptor: int, parts: Sequence[Any]) -> None:
-    waiting = [memoryview(part) for part in parts if len(part)]
-    while waiting:
-        written = os.writev(descriptor, waiting[:1024])
-        while waiting and written >= len(waiting[0]):
-            written -= len(waiting.pop(0))
-        if written:
-            waiting[0] = waiting[0][written:]

@@ -138,6 +138,10 @@ class Workspace:
             )
         return metadata
 
+    def begun(self) -> dict[str, Any] | None:
+        """What was recorded by a run that has not finished."""
+        return dict(_decode(self._recipe, dict)) if self._recipe.is_file() else None
+
     def recorded_recipe(self) -> dict[str, Any] | None:
         """The recipe this cache was made or begun with; an error if another tool made it."""
         if self._recipe.is_file():

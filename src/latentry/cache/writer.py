@@ -9,7 +9,6 @@ A writer takes a task's samples in order and works in threads; its rows are comp
 
 from __future__ import annotations
 
-import io
 import json
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping
@@ -24,8 +23,9 @@ import torch
 
 from latentry.cache.packed import Entry, Form, part_of
 from latentry.cache.shards import LEAST_SHARD_BYTES, USUAL_SHARD_BYTES, StoredRow, write_shard
+from latentry.cache.torch_file import torch_file_parts
 from latentry.errors import RunError
-from latentry.storage import bytes_digest, publish
+from latentry.storage import parts_digest, publish, write_parts
 
 PACKED = "packed"
 PLAIN_VALUES_KEY = "latentry"
@@ -82,18 +82,15 @@ def task_writer(
 # ---- files ----------------------------------------------------------------------------------
 
 
-def cache_file_bytes(data: dict[str, Any], output_format: str) -> bytes:
-    """The file's content. Tensors are copied out of any batch they are a part of."""
-    data = {k: v.detach().cpu().clone() if isinstance(v, torch.Tensor) else v for k, v in data.items()}
-    if output_format == "safetensors":
-        from safetensors.torch import save
+def cache_file_parts(data: dict[str, Any], output_format: str) -> list[Any]:
+    """The file's content, in pieces."""
+    if output_format != "safetensors":
+        return torch_file_parts(data)
+    from safetensors.torch import save
 
-        tensors = {k: v.contiguous() for k, v in data.items() if isinstance(v, torch.Tensor)}
-        plain = {k: v for k, v in data.items() if not isinstance(v, torch.Tensor)}
-        return save(tensors, metadata={PLAIN_VALUES_KEY: json.dumps(plain)})
-    buffer = io.BytesIO()
-    torch.save(data, buffer)
-    return buffer.getvalue()
+    tensors = {k: v.detach().cpu().contiguous() for k, v in data.items() if isinstance(v, torch.Tensor)}
+    plain = {k: v for k, v in data.items() if not isinstance(v, torch.Tensor)}
+    return [save(tensors, metadata={PLAIN_VALUES_KEY: json.dumps(plain)})]
 
 
 class FileWriter:
@@ -111,19 +108,19 @@ class FileWriter:
             self._futures[-_ADDS_WAITING].result()
 
     def _write(self, name: str, row: Row, data: dict[str, Any]) -> Row:
-        path = self._folder / f"{name}.{self._format}"
-        content = cache_file_bytes(data, self._format)
+        path = self._folder / f"{Path(name).stem}.{self._format}"
+        parts = cache_file_parts(data, self._format)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             with publish(path) as draft:
-                draft.write_bytes(content)
+                write_parts(draft, parts)
         except OSError as error:
             raise _unwritable(path, error) from None
         return {
             **row,
             "cache_file": str(path),
-            "file_bytes": len(content),
-            "file_digest": bytes_digest(content),
+            "file_bytes": sum(len(part) for part in parts),
+            "file_digest": parts_digest(parts),
         }
 
     def finish(self) -> None:

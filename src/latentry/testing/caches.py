@@ -34,7 +34,7 @@ def make_image_cache(
             **common,
         }
         rows.append({**common, "cache_file": _save(folder, width, height, number, "pt", data)})
-    return _write_metadata(folder, rows, shard_size, model_type="flux")
+    return write_metadata(folder, rows, shard_size, model_type="flux")
 
 
 def make_video_cache(
@@ -54,7 +54,7 @@ def make_video_cache(
             **common,
         }
         rows.append({**common, "cache_file": _save(folder, width, height, number, "meta", data)})
-    return _write_metadata(folder, rows, shard_size, model_type="wan")
+    return write_metadata(folder, rows, shard_size, model_type="wan")
 
 
 def _alternating(counts: Mapping[Any, int]) -> Iterable[Any]:
@@ -88,7 +88,7 @@ def _save(folder: Path, width: int, height: int, number: int, suffix: str, data:
     return str(path)
 
 
-def _write_metadata(folder: Path, rows: list[dict[str, Any]], shard_size: int, model_type: str) -> Path:
+def write_metadata(folder: Path, rows: list[dict[str, Any]], shard_size: int, model_type: str) -> Path:
     shards: list[str] = []
     for start in range(0, len(rows), shard_size):
         shards.append(f"metadata_shard_{len(shards):04d}.json")

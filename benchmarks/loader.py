@@ -1,0 +1,177 @@
+"""Serving FLUX 1024p samples from a warm disk cache, in random order: raw reads, this loader, the usual way.
+
+    python benchmarks/loader.py [--samples 256] [--batch_size 8] [--workers 2] [--folder /tmp]
+
+A sample is a latent of 16x128x128 float16 and text of 512x4096 bfloat16 (with its pooled vector): 4.7 MB. "raw" is
+``preadv`` of a packed cache's bytes into the same buffers again and again, nothing else. "usual" is a ``torch.load``
+for each sample and a ``torch.stack`` for each batch under PyTorch's own loader. Every way reads the whole cache twice
+before it is timed, so that checksums, which are looked at once, have been; the first epoch is timed as well.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from latentry.cache.packed import PackedIndex
+from latentry.conversion import convert_cache
+from latentry.datasets import TextToImageDataset
+from latentry.loader import build_text_to_image_multiresolution_dataloader
+from latentry.testing.caches import write_metadata
+
+EPOCHS = 3
+
+
+def write_cache(folder: Path, count: int) -> None:
+    """A cache of files, as NeMo AutoModel's tool writes them."""
+    (folder / "1024x1024").mkdir(parents=True)
+    rows = []
+    for i in range(count):
+        generator = torch.Generator().manual_seed(i)
+        path = folder / "1024x1024" / f"{i:032x}.pt"
+        common = {
+            "image_path": f"/photos/{i}.jpg", "bucket_resolution": (1024, 1024), "original_resolution": (4000, 3000),
+            "prompt": f"sample {i}", "bucket_id": 3, "aspect_ratio": 1.0, "pixels": 1 << 20, "model_type": "flux",
+        }  # fmt: skip
+        data = {
+            "latent": torch.randn(16, 128, 128, generator=generator).half(),
+            "pooled_prompt_embeds": torch.randn(1, 768, generator=generator).bfloat16(),
+            "prompt_embeds": torch.randn(1, 512, 4096, generator=generator).bfloat16(),
+            "crop_offset": (0, 0),
+            **common,
+        }
+        torch.save(data, path)
+        rows.append({"cache_file": str(path), **common})
+    write_metadata(folder, rows, 10_000, model_type="flux")
+
+
+def raw(folder: Path, batch_size: int) -> Callable[[], int]:
+    dataset = TextToImageDataset(folder)
+    index = dataset.index
+    assert isinstance(index, PackedIndex)
+    places = [(index.place(i, "latents"), index.place(i, "text")) for i in range(len(index))]
+    files = {place.file: os.open(folder / place.file, os.O_RDONLY) for pair in places for place in pair}
+    buffers = [[np.empty((batch_size, place.num_bytes), np.uint8) for place in places[0]] for _ in range(2)]
+    rng = random.Random(0)
+
+    def epoch() -> int:
+        order = list(range(len(places)))
+        rng.shuffle(order)
+        for position, i in enumerate(order):
+            turn = buffers[position // batch_size % 2]
+            for place, buffer in zip(places[i], turn, strict=True):
+                os.preadv(files[place.file], [buffer[position % batch_size]], place.offset)
+        return len(order)
+
+    return epoch
+
+
+class UsualDataset(Dataset):
+    def __init__(self, folder: Path) -> None:
+        self.paths = sorted((folder / "1024x1024").iterdir())
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def __getitem__(self, i: int) -> dict[str, Any]:
+        return torch.load(self.paths[i], map_location="cpu", weights_only=True)
+
+
+def usual_collate(samples: list[dict[str, Any]]) -> dict[str, Any]:
+    return {
+        key: torch.stack([s[key] for s in samples])
+        for key in ("latent", "pooled_prompt_embeds", "prompt_embeds")
+    }
+
+
+def served(loader: Iterable[Any], size: int) -> Callable[[], int]:
+    def epoch() -> int:
+        for batch in loader:
+            assert len(batch) > 2
+        return size
+
+    return epoch
+
+
+def own_memory_mb() -> float:
+    with open("/proc/self/smaps_rollup") as file:
+        return sum(int(line.split()[1]) for line in file if line.startswith("Private")) / 1024
+
+
+def measure(label: str, epoch: Callable[[], int]) -> float:
+    started = time.perf_counter()
+    first = epoch() / (time.perf_counter() - started)
+    epoch()
+    before = own_memory_mb()
+    started = time.perf_counter()
+    rate = sum(epoch() for _ in range(EPOCHS)) / (time.perf_counter() - started)
+    grown = own_memory_mb() - before
+    print(
+        f"{label:34s} {rate:8.0f} samples/s   first epoch {first:7.0f}   memory {grown:+5.0f} MB", flush=True
+    )
+    return rate
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--samples", type=int, default=256)
+    parser.add_argument("--batch_size", type=int, default=8)
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--folder", type=Path)
+    options = parser.parse_args()
+    work = Path(tempfile.mkdtemp(dir=options.folder))
+    try:
+        write_cache(work / "files", options.samples)
+        convert_cache(work / "files", work / "packed", "packed")
+
+        def loader(form: str, workers: int) -> Callable[[], int]:
+            built, _ = build_text_to_image_multiresolution_dataloader(
+                cache_dir=work / form, batch_size=options.batch_size, num_workers=workers, prefetch_factor=2
+            )
+            return served(built, len(built) * options.batch_size)
+
+        def usual(workers: int) -> Callable[[], int]:
+            built = DataLoader(
+                UsualDataset(work / "files"), batch_size=options.batch_size, shuffle=True, collate_fn=usual_collate,
+                num_workers=workers, persistent_workers=workers > 0,
+            )  # fmt: skip
+            return served(built, options.samples)
+
+        workers = options.workers
+        print(
+            f"{options.samples} samples, batches of {options.batch_size}, {os.cpu_count()} cores, Python {sys.version.split()[0]}"
+        )
+        rates = {
+            "raw": measure("raw preadv", raw(work / "packed", options.batch_size)),
+            "packed": measure("latentry, packed", loader("packed", 0)),
+            "files": measure("latentry, a file each", loader("files", 0)),
+            "usual": measure("torch.load and stack", usual(0)),
+            "packed_workers": measure(f"latentry, packed, {workers} workers", loader("packed", workers)),
+            "files_workers": measure(f"latentry, a file each, {workers} workers", loader("files", workers)),
+            "usual_workers": measure(f"torch.load and stack, {workers} workers", usual(workers)),
+        }
+        print(
+            f"packed is {rates['packed'] / rates['raw']:.0%} of raw and {rates['packed'] / rates['usual']:.1f} times "
+            f"the usual way; a file each {rates['files'] / rates['usual']:.1f} times; with workers packed "
+            f"{rates['packed_workers'] / rates['packed']:.2f}, a file each "
+            f"{rates['files_workers'] / rates['files']:.2f}, the usual way "
+            f"{rates['usual_workers'] / rates['usual']:.2f} of what they are without"
+        )
+    finally:
+        shutil.rmtree(work)
+
+
+if __name__ == "__main__":
+    main()
