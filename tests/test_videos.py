@@ -322,7 +322,7 @@ def test_wan_equals_its_pipeline(wan_folder):
     wan = processor_class("wan")(str(wan_folder), CPU, torch.float32)
     pipeline = WanPipeline.from_pretrained(wan_folder, transformer=None)
     expected, _ = pipeline.encode_prompt(CAPTIONS, do_classifier_free_guidance=False)
-    text = torch.cat([fields["text_embeddings"] for fields in wan.encode_texts(CAPTIONS)])
+    text = wan.encode_texts(CAPTIONS)["text_embeddings"]
     assert text.shape == (3, 226, 32)
     assert torch.equal(text, expected.bfloat16())
     assert text[0].abs().sum() > 1
@@ -353,13 +353,9 @@ def test_wan_ties_the_embedding_that_its_checkpoint_has_once(wan_folder, monkeyp
         return model
 
     monkeypatch.setattr(UMT5EncoderModel, "from_pretrained", load_untied)
-    for mine, reference in zip(
-        processor_class("wan")(str(wan_folder), CPU, torch.float32).encode_texts(CAPTIONS),
-        expected,
-        strict=True,
-    ):
-        assert torch.equal(mine["text_embeddings"], reference["text_embeddings"])
-        assert mine["text_embeddings"].abs().sum() > 0
+    mine = processor_class("wan")(str(wan_folder), CPU, torch.float32).encode_texts(CAPTIONS)
+    assert torch.equal(mine["text_embeddings"], expected["text_embeddings"])
+    assert mine["text_embeddings"].abs().sum(dim=(1, 2)).min() > 0
 
 
 @torch.no_grad()
@@ -373,10 +369,9 @@ def test_hunyuan_equals_its_pipeline(hunyuan_folder, tmp_path):
     for key, value in zip(
         ("text_embeddings", "text_mask", "text_embeddings_2", "text_mask_2"), expected, strict=True
     ):
-        mine = torch.cat([field[key] for field in fields])
-        assert torch.equal(mine, value.to(mine.dtype)), key
-    assert fields[0]["text_mask_2"].sum() > 0
-    assert fields[1]["text_mask_2"].sum() == 0
+        assert torch.equal(fields[key], value.to(fields[key].dtype)), key
+    assert fields["text_mask_2"][0].sum() > 0
+    assert fields["text_mask_2"][1].sum() == 0
 
     clip = random_clip()
     pictures = as_pictures(clip[0])
@@ -384,14 +379,14 @@ def test_hunyuan_equals_its_pipeline(hunyuan_folder, tmp_path):
     latents = hunyuan.encode_pixels(clip, None)
     assert latents.shape == (1, 32, 3, 4, 6)
     assert torch.equal(latents, (posterior.mode() * pipeline.vae.config.scaling_factor).half())
-    (media,) = hunyuan.media_fields(clip)
+    media = hunyuan.media_fields(clip)
     assert torch.equal(
         media["image_embeds"], pipeline.encode_image(pictures[0], 1, CPU, torch.float32).bfloat16()
     )
     assert hunyuan.decode_latents(latents).shape == clip.shape
 
     text_only = make_hunyuan_pipeline(tmp_path / "t2v", image_to_video=False)
-    assert processor_class("hunyuan")(str(text_only), CPU, torch.float32).media_fields(clip) == [{}]
+    assert processor_class("hunyuan")(str(text_only), CPU, torch.float32).media_fields(clip) == {}
 
 
 # ---- whole runs -----------------------------------------------------------------------------

@@ -309,7 +309,7 @@ class _Block:
     def json(self, column: str, i: int) -> dict[str, Any]:
         try:
             return msgspec.json.decode(self._bytes(column, i), type=dict[str, Any])
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise MetadataError(f"{self._path} is damaged: {error}") from None
 
     def _bytes(self, column: str, i: int) -> bytes:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from latentry.errors import ModelError
+from latentry.processors.gpu.replay import Replayed
 from latentry.storage import content_digest
 
 _INSTALL = "pip install 'latentry[models]'"
@@ -79,7 +80,7 @@ def loading(folder: Path) -> Iterator[None]:
 
 def scaled_pixels(pixels: torch.Tensor, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
     """uint8 to -1 … 1, by the steps that diffusers' image processors take."""
-    return pixels.to(device).to(dtype) / 255 * 2 - 1
+    return to_device(pixels, device).to(dtype) / 255 * 2 - 1
 
 
 def unscaled_pixels(pixels: torch.Tensor) -> torch.Tensor:
@@ -87,7 +88,14 @@ def unscaled_pixels(pixels: torch.Tensor) -> torch.Tensor:
     return ((pixels.float() / 2 + 0.5).clamp(0, 1) * 255).round().to(torch.uint8).cpu()
 
 
-def posterior(vae: Any, gpu_encoder: Any | None, pixels: torch.Tensor) -> Any:
+def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A copy on the device, without waiting for what the device is at: that needs page-locked memory."""
+    if device.type != "cuda" or tensor.is_cuda:
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def posterior(vae: Any, gpu_encoder: Replayed | None, pixels: torch.Tensor) -> Any:
     """What ``vae.encode`` says of these pixels, by way of the encoder for GPUs if there is one."""
     if gpu_encoder is None or vae.use_tiling:
         return vae.encode(pixels).latent_dist

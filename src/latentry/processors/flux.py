@@ -21,9 +21,11 @@ from latentry.processors.diffusers_model import (
     require_packages,
     scaled_pixels,
     tile,
+    to_device,
     unscaled_pixels,
 )
 from latentry.processors.gpu.image_vae import ImageEncoder
+from latentry.processors.gpu.replay import Replayed
 from latentry.processors.gpu.t5 import TextEncoder
 from latentry.records import ProcessorInfo
 
@@ -52,8 +54,8 @@ class FluxProcessor:
         self._shift = self._vae.config.shift_factor or 0.0
         for module in (self._vae, self._clip, self._t5):
             module.to(device).eval().requires_grad_(False)
-        self._gpu_vae: ImageEncoder | None = None
-        self._gpu_t5: TextEncoder | None = None
+        self._gpu_vae: Replayed | None = None
+        self._gpu_t5: Replayed | None = None
         if device.type == "cuda":
             self.arrange_for_gpu()
 
@@ -76,9 +78,9 @@ class FluxProcessor:
     def arrange_for_gpu(self) -> None:
         """Encode by the quicker ways in ``gpu``: the same numbers, up to rounding."""
         if ImageEncoder.supports(self._vae):
-            self._gpu_vae = ImageEncoder(self._vae)
+            self._gpu_vae = Replayed(ImageEncoder(self._vae))
         if TextEncoder.supports(self._t5):
-            self._gpu_t5 = TextEncoder(self._t5)
+            self._gpu_t5 = Replayed(TextEncoder(self._t5))
 
     @classmethod
     def weights_identity(cls, model_name: str) -> str:
@@ -101,9 +103,9 @@ class FluxProcessor:
     def encode_texts(self, captions: list[str]) -> Columns:
         clip_tokens = self._tokenize(self._clip_tokens, captions, CLIP_LENGTH)
         t5_tokens = self._tokenize(self._t5_tokens, captions, T5_LENGTH)
-        clip = self._clip(clip_tokens.to(self._device), output_hidden_states=False)
+        clip = self._clip(to_device(clip_tokens, self._device), output_hidden_states=False)
         if self._gpu_t5 is not None:
-            prompt_embeds = self._gpu_t5(t5_tokens.to(self._device))
+            prompt_embeds = self._gpu_t5(to_device(t5_tokens, self._device))
         else:
             prompt_embeds = self._t5(t5_tokens.to(self._device), output_hidden_states=False)[0]
         return {

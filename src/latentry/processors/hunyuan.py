@@ -7,6 +7,7 @@ sees are then the pipeline's by construction. A text-to-video checkpoint has no 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,9 +23,11 @@ from latentry.processors.diffusers_model import (
     require_packages,
     scaled_pixels,
     tile,
+    to_device,
     unscaled_pixels,
 )
 from latentry.processors.gpu.hunyuan_vae import HunyuanEncoder
+from latentry.processors.gpu.replay import Replayed
 from latentry.records import ProcessorInfo
 
 _COMPONENTS = ("vae", "text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2")
@@ -54,7 +57,8 @@ class HunyuanProcessor:
         self._siglip, self._features = parts[5:]
         for module in filter(None, (self._vae, self._qwen, self._byt5, self._siglip)):
             module.to(device).eval().requires_grad_(False)
-        self._gpu_vae: HunyuanEncoder | None = None
+        self._gpu_vae: Replayed | None = None
+        self._bytes_needed: Callable[[torch.Tensor], int] | None = None
         if device.type == "cuda":
             self.arrange_for_gpu()
 
@@ -90,7 +94,8 @@ class HunyuanProcessor:
     def arrange_for_gpu(self) -> None:
         """Encode by the quicker ways in ``gpu``: the same numbers, up to rounding."""
         if HunyuanEncoder.supports(self._vae):
-            self._gpu_vae = HunyuanEncoder(self._vae)
+            encoder = HunyuanEncoder(self._vae)
+            self._gpu_vae, self._bytes_needed = Replayed(encoder), encoder.bytes_needed
 
     @classmethod
     def weights_identity(cls, model_name: str) -> str:
@@ -129,12 +134,13 @@ class HunyuanProcessor:
         features = self._features.preprocess(
             images=first, do_resize=True, return_tensors="pt", do_convert_rgb=True
         )
-        hidden = self._siglip(**features.to(device=self._device, dtype=self._dtype)).last_hidden_state
+        shown = to_device(features["pixel_values"].to(self._dtype), self._device)
+        hidden = self._siglip(pixel_values=shown).last_hidden_state
         return {"image_embeds": hidden.to(torch.bfloat16)}
 
     def bytes_needed(self, pixels: torch.Tensor) -> int:
-        if self._gpu_vae is not None:
-            return self._gpu_vae.bytes_needed(pixels)
+        if self._bytes_needed is not None:
+            return self._bytes_needed(pixels)
         return _BYTES_PER_PIXEL * pixels.numel() // 3 * self._dtype.itemsize // 2
 
     @torch.inference_mode()

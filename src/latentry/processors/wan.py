@@ -6,6 +6,7 @@ with zeros. The latents are normalised with the VAE's own per-channel mean and d
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,8 +21,10 @@ from latentry.processors.diffusers_model import (
     require_packages,
     scaled_pixels,
     tile,
+    to_device,
     unscaled_pixels,
 )
+from latentry.processors.gpu.replay import Replayed
 from latentry.processors.gpu.t5 import TextEncoder
 from latentry.processors.gpu.wan_vae import WanEncoder
 from latentry.records import ProcessorInfo
@@ -58,7 +61,8 @@ class WanProcessor:
         shape = (1, self._vae.config.z_dim, 1, 1, 1)
         self._mean = torch.tensor(self._vae.config.latents_mean).view(shape).to(device, dtype)
         self._inverse_std = 1.0 / torch.tensor(self._vae.config.latents_std).view(shape).to(device, dtype)
-        self._gpu_vae: WanEncoder | None = None
+        self._gpu_vae: Replayed | None = None
+        self._bytes_needed: Callable[[torch.Tensor], int] | None = None
         self._gpu_umt5: TextEncoder | None = None
         if device.type == "cuda":
             self.arrange_for_gpu()
@@ -81,7 +85,8 @@ class WanProcessor:
     def arrange_for_gpu(self) -> None:
         """Encode by the quicker ways in ``gpu``: the same numbers, up to rounding."""
         if WanEncoder.supports(self._vae):
-            self._gpu_vae = WanEncoder(self._vae)
+            encoder = WanEncoder(self._vae)
+            self._gpu_vae, self._bytes_needed = Replayed(encoder), encoder.bytes_needed
         if TextEncoder.supports(self._umt5):
             self._gpu_umt5 = TextEncoder(self._umt5)
 
@@ -110,7 +115,7 @@ class WanProcessor:
         )
         ids, mask = tokens.input_ids, tokens.attention_mask
         encode = self._encode_whole if self._gpu_umt5 is None else self._encode_by_length
-        hidden = encode(ids, mask).masked_fill(mask[:, :, None].to(self._device) == 0, 0)
+        hidden = encode(ids, mask).masked_fill(to_device(mask, self._device)[:, :, None] == 0, 0)
         return {"text_embeddings": hidden.to(torch.bfloat16)}
 
     def _encode_whole(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -125,16 +130,16 @@ class WanProcessor:
         hidden = torch.zeros(*ids.shape, self._umt5.config.d_model, dtype=self._dtype, device=self._device)
         for length in sorted(set(lengths.tolist())):
             rows = (lengths == length).nonzero().flatten()
-            part = (ids[rows, :length].to(self._device), mask[rows, :length].to(self._device))
-            hidden[rows.to(self._device), :length] = self._gpu_umt5(*part)
+            part = (to_device(ids[rows, :length], self._device), to_device(mask[rows, :length], self._device))
+            hidden[:, :length].index_copy_(0, to_device(rows, self._device), self._gpu_umt5(*part))
         return hidden
 
     def media_fields(self, pixels: torch.Tensor) -> Columns:
         return {}
 
     def bytes_needed(self, pixels: torch.Tensor) -> int:
-        if self._gpu_vae is not None:
-            return self._gpu_vae.bytes_needed(pixels)
+        if self._bytes_needed is not None:
+            return self._bytes_needed(pixels)
         return _BYTES_PER_PIXEL * pixels.numel() // 3 * self._dtype.itemsize // 2
 
     @torch.inference_mode()

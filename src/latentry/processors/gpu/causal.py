@@ -33,21 +33,44 @@ class Memory:
         self._frames[id(owner)] = frames.clone()
 
 
-def stretches(clip: torch.Tensor, values_per_pixel: int, step: int) -> Iterator[torch.Tensor]:
-    """[T,H,W,3] in parts: the first of n·step+1 frames, the others of n·step, as long as memory allows.
+class Stretches:
+    """Cuts clips into parts: the first of n·step+1 frames, the others of n·step, as long as memory allows.
 
-    ``values_per_pixel`` is what the widest layer's input has.
+    ``values_per_pixel`` is what the widest layer's input has. How long they are is decided when a shape first
+    comes up, and kept to.
     """
-    frames, height, width, _ = clip.shape
-    limit = min(_MAX_VALUES, free_bytes(clip.device) / (_TENSORS_ALIVE * clip.element_size()))
-    most = max(1, (int(limit) // (height * width * values_per_pixel) - 1) // step) * step
-    num_parts = max(1, -(-(frames - 1) // most))
-    length = -(-(frames - 1) // (num_parts * step)) * step
-    start = 0
-    while start < frames:
-        end = min(frames, start + length + (start == 0))
-        yield clip[start:end]
-        start = end
+
+    def __init__(self, values_per_pixel: int, step: int) -> None:
+        self._values_per_pixel = values_per_pixel
+        self._step = step
+        self._lengths: dict[tuple[int, ...], int] = {}
+
+    def bytes_needed(self, clips: torch.Tensor) -> int:
+        """What encoding [B,3,T,H,W] takes at the least: the clip itself and its shortest stretch."""
+        frames, height, width = clips.shape[-3:]
+        shortest = (self._step + 1) * self._values_per_pixel * 2 * _TENSORS_ALIVE
+        return height * width * (8 * frames + shortest)
+
+    def of(self, clip: torch.Tensor) -> Iterator[torch.Tensor]:
+        """The parts of [T,H,W,3]."""
+        shape = tuple(clip.shape)
+        if shape not in self._lengths:
+            self._lengths[shape] = self._length(clip)
+        length = self._lengths[shape]
+        start = 0
+        while start < len(clip):
+            end = min(len(clip), start + length + (start == 0))
+            yield clip[start:end]
+            start = end
+
+    def _length(self, clip: torch.Tensor) -> int:
+        frames, height, width, _ = clip.shape
+        limit = min(_MAX_VALUES, free_bytes(clip.device) / (_TENSORS_ALIVE * clip.element_size()))
+        most = (
+            max(1, (int(limit) // (height * width * self._values_per_pixel) - 1) // self._step) * self._step
+        )
+        num_parts = max(1, -(-(frames - 1) // most))
+        return max(1, -(-(frames - 1) // (num_parts * self._step)) * self._step)
 
 
 def fold_time(weight: torch.Tensor) -> torch.Tensor:
@@ -62,12 +85,6 @@ def fold_time(weight: torch.Tensor) -> torch.Tensor:
 def conv2d(x: torch.Tensor, weight: torch.Tensor, padding: int = 1) -> torch.Tensor:
     """A convolution of the frames of [T,H,W,C]."""
     return F.conv2d(x.permute(0, 3, 1, 2), weight, None, 1, padding).permute(0, 2, 3, 1).contiguous()
-
-
-def bytes_needed(clips: torch.Tensor, values_per_pixel: int, step: int) -> int:
-    """What encoding [B,3,T,H,W] takes at the least: the clip itself and its shortest stretch."""
-    frames, height, width = clips.shape[-3:]
-    return height * width * (8 * frames + (step + 1) * values_per_pixel * 2 * _TENSORS_ALIVE)
 
 
 class FirstConv:

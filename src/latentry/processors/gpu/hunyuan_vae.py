@@ -16,11 +16,10 @@ from latentry.processors.gpu import fused
 from latentry.processors.gpu.causal import (
     FirstConv,
     Memory,
-    bytes_needed,
+    Stretches,
     conv3d,
     norm_factor,
     pointwise,
-    stretches,
     with_channels_last,
 )
 
@@ -30,8 +29,9 @@ class HunyuanEncoder:
 
     def __init__(self, vae: Any) -> None:
         self._encoder = vae.encoder
-        self._channels = vae.encoder.conv_in.conv.weight.shape[0]
-        self._step = vae.temporal_compression_ratio
+        widest = 2 * vae.encoder.conv_in.conv.out_channels
+        self._stretches = Stretches(widest, vae.temporal_compression_ratio)
+        self.bytes_needed = self._stretches.bytes_needed
         self._first = FirstConv(vae.encoder.conv_in.conv)
         with_channels_last(vae.encoder)
 
@@ -41,17 +41,12 @@ class HunyuanEncoder:
         downs = [down for block in vae.encoder.down_blocks for down in block.downsamplers or ()]
         return all(_group(down) >= 2 and down.conv.pad_mode == "replicate" for down in downs)
 
-    def bytes_needed(self, clips: torch.Tensor) -> int:
-        return bytes_needed(clips, 2 * self._channels, self._step)
-
     def __call__(self, clips: torch.Tensor) -> torch.Tensor:
         return torch.stack([self._encode(clip.permute(1, 2, 3, 0).contiguous()) for clip in clips])
 
     def _encode(self, clip: torch.Tensor) -> torch.Tensor:
         encoder, memory = self._encoder, Memory()
-        x = torch.cat(
-            [self._stretch(part, memory) for part in stretches(clip, 2 * self._channels, self._step)]
-        )
+        x = torch.cat([self._stretch(part, memory) for part in self._stretches.of(clip)])
         memory = Memory()
         x = _residual(x, encoder.mid_block.resnets[0], memory)
         for attention, block in zip(encoder.mid_block.attentions, encoder.mid_block.resnets[1:], strict=True):

@@ -48,7 +48,7 @@ class TextEncoder:
                     biases.append(attention.compute_bias(length, length).contiguous())
                 else:
                     biases.append(biases[-1])
-            self._biases = {length: biases}
+            self._biases[length] = biases
         return self._biases[length]
 
 

@@ -15,13 +15,12 @@ from latentry.processors.gpu import fused
 from latentry.processors.gpu.causal import (
     FirstConv,
     Memory,
-    bytes_needed,
+    Stretches,
     conv2d,
     conv3d,
     fold_time,
     norm_factor,
     pointwise,
-    stretches,
     with_channels_last,
 )
 
@@ -35,7 +34,8 @@ class WanEncoder:
     def __init__(self, vae: Any) -> None:
         self._encoder = vae.encoder
         self._quant_conv = vae.quant_conv
-        self._channels = vae.encoder.conv_in.weight.shape[0]
+        self._stretches = Stretches(3 * vae.encoder.conv_in.out_channels, step=4)
+        self.bytes_needed = self._stretches.bytes_needed
         self._first = FirstConv(vae.encoder.conv_in)
         with_channels_last(vae.encoder)
         self._folded = {
@@ -52,15 +52,12 @@ class WanEncoder:
         kinds = {type(block).__name__ for block in vae.encoder.down_blocks}
         return kinds <= {"WanResidualBlock", "WanResample"} and vae.config.patch_size is None
 
-    def bytes_needed(self, clips: torch.Tensor) -> int:
-        return bytes_needed(clips, 3 * self._channels, 4)
-
     def __call__(self, clips: torch.Tensor) -> torch.Tensor:
         return torch.stack([self._encode(clip.permute(1, 2, 3, 0).contiguous()) for clip in clips])
 
     def _encode(self, clip: torch.Tensor) -> torch.Tensor:
         memory = Memory()
-        parts = [self._stretch(part, memory) for part in stretches(clip, 3 * self._channels, step=4)]
+        parts = [self._stretch(part, memory) for part in self._stretches.of(clip)]
         return pointwise(torch.cat(parts), self._quant_conv).permute(3, 0, 1, 2)
 
     def _stretch(self, x: torch.Tensor, memory: Memory) -> torch.Tensor:

@@ -1,0 +1,190 @@
+"""The encoders arranged for a GPU against the models' own, on a CPU in float32: what differs is rounding.
+
+Tolerance: 1e-5 of the largest value. (On an H200 in bfloat16 they are closer to the models in float32 than the
+models' own modules in bfloat16 are; ``docs/benchmarks.md`` has the numbers.) The kernels themselves are held
+against the torch code beside them wherever Triton is installed, which includes every machine with a GPU.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+
+import pytest
+import torch
+
+from latentry.processors import processor_class
+from latentry.processors.gpu import causal
+from latentry.processors.gpu.hunyuan_vae import HunyuanEncoder
+from latentry.processors.gpu.image_vae import ImageEncoder
+from latentry.processors.gpu.t5 import TextEncoder
+from latentry.processors.gpu.wan_vae import WanEncoder
+from latentry.testing import make_hunyuan_pipeline, make_wan_pipeline
+
+TOLERANCE = 1e-5
+CPU = torch.device("cpu")
+CAPTIONS = ["a cat", 'a video of waves crashing on the beach at sunset, "camera" panning slowly', ""]
+
+
+def assert_close(mine: torch.Tensor, reference: torch.Tensor) -> None:
+    assert mine.shape == reference.shape
+    assert mine.dtype == reference.dtype
+    difference = (mine.float() - reference.float()).abs().max().item()
+    assert difference <= TOLERANCE * max(1.0, reference.abs().max().item()), difference
+
+
+def livelier(model: torch.nn.Module) -> torch.nn.Module:
+    """Biases and norms that are not zero and one, so that leaving one out is seen."""
+    generator = torch.Generator().manual_seed(1)
+    for parameter in model.parameters():
+        parameter.data += 0.05 * torch.randn(parameter.shape, generator=generator)
+    return model.eval().requires_grad_(False)
+
+
+def noise(*shape: int) -> torch.Tensor:
+    return torch.rand(shape, generator=torch.Generator().manual_seed(2)) * 2 - 1
+
+
+@torch.inference_mode()
+def test_image_vae(flux_folder):
+    from diffusers import AutoencoderKL
+
+    vae = livelier(AutoencoderKL.from_pretrained(flux_folder, subfolder="vae"))
+    assert ImageEncoder.supports(vae)
+    for pixels in (noise(3, 3, 64, 96), noise(1, 3, 128, 64)):
+        assert_close(ImageEncoder(vae)(pixels), vae.encode(pixels).latent_dist.parameters)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("family", ["t5", "umt5"])
+def test_text_encoders(family, flux_folder, wan_folder):
+    from transformers import T5EncoderModel, UMT5EncoderModel
+
+    if family == "t5":
+        model = T5EncoderModel.from_pretrained(flux_folder, subfolder="text_encoder_2")
+    else:
+        model = UMT5EncoderModel.from_pretrained(wan_folder, subfolder="text_encoder")
+        model.encoder.embed_tokens.weight = model.shared.weight
+    model.eval()
+    tokens = torch.randint(0, 30, (4, 40), generator=torch.Generator().manual_seed(3))
+    mask = (torch.arange(40)[None] < torch.tensor([5, 40, 17, 1])[:, None]).long()
+    assert TextEncoder.supports(model)
+    encoder = TextEncoder(model)
+    assert_close(encoder(tokens), model(tokens).last_hidden_state)
+    shown = mask[:, :, None]
+    assert_close(encoder(tokens, mask) * shown, model(tokens, mask).last_hidden_state * shown)
+
+
+@pytest.fixture(scope="module")
+def wan_folder(tmp_path_factory):
+    return make_wan_pipeline(tmp_path_factory.mktemp("wan"))
+
+
+@pytest.fixture(scope="module")
+def hunyuan_folder(tmp_path_factory):
+    return make_hunyuan_pipeline(tmp_path_factory.mktemp("hunyuan"), image_to_video=False)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("frames", [1, 5, 21])
+@pytest.mark.parametrize("family", ["wan", "hunyuan"])
+def test_video_vaes_in_stretches_of_any_length(family, frames, wan_folder, hunyuan_folder, monkeypatch):
+    from diffusers import AutoencoderKLHunyuanVideo15, AutoencoderKLWan
+
+    if family == "wan":
+        vae = livelier(AutoencoderKLWan.from_pretrained(wan_folder, subfolder="vae"))
+        family_encoder, per_pixel = WanEncoder, 24
+        assert WanEncoder.supports(vae)
+    else:
+        vae = livelier(AutoencoderKLHunyuanVideo15.from_pretrained(hunyuan_folder, subfolder="vae"))
+        family_encoder, per_pixel = HunyuanEncoder, 32
+        assert HunyuanEncoder.supports(vae)
+    clips = noise(2, 3, frames, 64, 32)
+    # Its own encoder takes one clip at a time: with more, HunyuanVideo's attention mask does not fit.
+    expected = torch.cat([vae.encode(clip[None]).latent_dist.parameters for clip in clips])
+    for most_frames in (None, 5, 9):
+        if most_frames:
+            monkeypatch.setattr(causal, "_MAX_VALUES", 64 * 32 * per_pixel * most_frames)
+        assert_close(family_encoder(vae)(clips), expected)
+
+
+def test_stretches_cover_every_frame_once():
+    for frames in range(1, 130, 4):
+        clip = torch.arange(frames).view(-1, 1, 1, 1).expand(-1, 2, 2, 3)
+        for most in (1, 5, 9, 17, 1000):
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(causal, "_MAX_VALUES", 2 * 2 * 7 * most)
+                parts = list(causal.Stretches(7, 4).of(clip))
+            assert torch.cat(parts).equal(clip)
+            assert len(parts[0]) % 4 == 1
+            assert all(len(part) % 4 == 0 for part in parts[1:])
+            assert max(len(part) for part in parts) <= max(5, most)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("family", ["flux", "wan", "hunyuan"])
+def test_processors_give_the_same_with_and_without(family, flux_folder, wan_folder, hunyuan_folder):
+    folder = {"flux": flux_folder, "wan": wan_folder, "hunyuan": hunyuan_folder}[family]
+    plain, arranged = (processor_class(family)(str(folder), CPU, torch.float32) for _ in range(2))
+    arranged.arrange_for_gpu()
+    size = (2, 3, 64, 96) if family == "flux" else (1, 3, 9, 64, 96)
+    pixels = torch.randint(0, 256, size, dtype=torch.uint8, generator=torch.Generator().manual_seed(4))
+    seeds = list(range(len(pixels)))
+    for drawn in (None, seeds):
+        mine, reference = arranged.encode_pixels(pixels, drawn), plain.encode_pixels(pixels, drawn)
+        assert mine.dtype == torch.float16
+        assert (mine.float() - reference.float()).abs().max() <= 2e-3 * reference.abs().max()
+    mine, reference = arranged.encode_texts(CAPTIONS), plain.encode_texts(CAPTIONS)
+    assert mine.keys() == reference.keys()
+    for key, value in reference.items():
+        assert (mine[key].float() - value.float()).abs().max() <= 2**-7 * value.float().abs().max(), key
+    assert arranged.enable_tiling()
+    mine, reference = arranged.encode_pixels(pixels, None), plain.encode_pixels(pixels, None)
+    assert (mine.float() - reference.float()).abs().max() <= 2e-3 * reference.abs().max(), "one tile"
+
+
+KERNELS = """
+import torch
+from latentry.processors.gpu import fused, triton_kernels as kernels
+torch.manual_seed(0)
+def close(mine, reference):
+    assert mine.shape == reference.shape
+    assert (mine - reference).abs().max() < 2e-5 * max(1, reference.abs().max())
+def poisoned(like):
+    return torch.full_like(like, float("nan"))
+for channels in (3, 8, 96):
+    x, y = torch.randn(2, 5, 6, channels), torch.randn(2, 5, 6, channels)
+    gamma, bias = torch.rand(channels) + 0.5, torch.randn(channels)
+    for pad in (0, 1):
+        for g in (gamma, None):
+            for b in (bias, None):
+                expected = fused.norm_rows(x, g, b, pad=pad)
+                close(kernels.norm_rows(x, g, b, poisoned(expected), silu=True, pad=pad, fold=False), expected)
+    close(kernels.add_rows(x, y, bias, poisoned(x)), x + y + bias)
+    rows = x.view(2, 30, channels)
+    sums = kernels.channel_sums(rows)
+    close(sums, torch.stack([rows.sum(1), rows.square().sum(1)], 1))
+    scale, shift = torch.randn(2, channels), torch.randn(2, channels)
+    scaled = rows * scale[:, None] + shift[:, None]
+    close(kernels.scale_rows(rows, scale, shift, poisoned(rows), silu=True), torch.nn.functional.silu(scaled))
+for frames in (1, 2, 5):
+    x, gamma = torch.randn(frames, 3, 4, 8), torch.rand(8)
+    mine, expected = torch.zeros(frames, 3, 4, 24), torch.zeros(frames, 3, 4, 24)
+    fused.norm_rows(x, gamma, fold=True, out=expected)
+    close(kernels.norm_rows(x, gamma, None, mine, silu=True, pad=0, fold=True), expected)
+h, x, bias = torch.randn(7, 3, 8), torch.randn(7, 3, 32), torch.randn(8)
+close(kernels.add_group_mean(h, bias, x, poisoned(h), 4), fused.add_group_mean(h, bias, x))
+scores = torch.randn(5, 77)
+close(kernels.softmax_rows(scores, 0.3, poisoned(scores)), torch.softmax(scores * 0.3, -1))
+a, b = torch.randn(3, 1000) * 5, torch.randn(3, 1000)
+close(kernels.gelu_gate(a, b, poisoned(a)), torch.nn.functional.gelu(a, approximate="tanh") * b)
+"""
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="Triton comes with torch for GPUs")
+def test_kernels_compute_what_the_torch_code_says():
+    """In Triton's interpreter, so that no GPU is needed."""
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    subprocess.run([sys.executable, "-c", KERNELS], check=True, env=environment, timeout=300)
