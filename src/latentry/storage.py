@@ -33,6 +33,25 @@ def inside(root: Path, relative: str) -> Path:
     return path
 
 
+class KnownFolders:
+    """``inside`` for many files of few folders: what is known of a folder is not asked again."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._prefix = f"{root}{os.sep}"
+        self._known: set[str] = set()
+
+    def inside(self, relative: str) -> str:
+        """The path of the file ``relative``; an error if it leads out of the root."""
+        folder, _, name = relative.rpartition("/")
+        path = self._prefix + relative
+        if folder not in self._known or name in ("", ".", "..") or "\0" in relative or os.path.islink(path):
+            inside(self._root, relative)
+            inside(self._root, folder)
+            self._known.add(folder)
+        return path
+
+
 @contextmanager
 def publish(path: Path) -> Iterator[Path]:
     """A temporary name to write to, which becomes ``path`` in one step if the block succeeds.

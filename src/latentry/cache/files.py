@@ -18,17 +18,14 @@ from latentry.errors import CacheFileError, CacheNotFoundError
 from latentry.storage import inside
 
 
-def load_cache_file(cache_dir: Path, relative: str, *, map_tensors: bool = False) -> dict[str, Any]:
-    """The dictionary in the cache's file ``relative``: ``load_cache_file(cache, "512x512/0a1b.meta")``.
-
-    ``map_tensors`` leaves the tensors in the file, for whoever copies them somewhere else at once.
-    """
+def load_cache_file(cache_dir: Path, relative: str) -> dict[str, Any]:
+    """The dictionary in the cache's file ``relative``: ``load_cache_file(cache, "512x512/0a1b.meta")``."""
     path = inside(cache_dir, relative)
     try:
         if path.suffix == ".safetensors":
             data = _load_safetensors(path)
         else:
-            data = torch.load(path, map_location="cpu", weights_only=True, mmap=map_tensors)
+            data = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:
         raise CacheNotFoundError(f"{path} is absent, but the cache's metadata lists it") from None
     except (PermissionError, IsADirectoryError) as error:

@@ -20,10 +20,11 @@ import torch
 from latentry.cache.files import load_cache_file
 from latentry.cache.index import CacheIndex
 from latentry.cache.memory import BatchMemory
+from latentry.cache.outline import Stored, read_outline
 from latentry.cache.packed import Entry, PackedIndex, part_of
 from latentry.cache.shards import Layout, Place, checksum
 from latentry.errors import CacheFileError, CacheNotFoundError
-from latentry.storage import inside
+from latentry.storage import KnownFolders, inside
 
 _FILES_KEPT_OPEN = 256
 Dictionary = dict[str, Any]
@@ -59,6 +60,7 @@ class FileSamples:
     def __init__(self, cache_dir: Path, index: CacheIndex) -> None:
         self._cache_dir = cache_dir
         self._index = index
+        self._folders = KnownFolders(cache_dir)
 
     def where(self, row: int) -> str:
         return str(self._cache_dir / self._index.relative_file(row))
@@ -76,20 +78,57 @@ class FileSamples:
         bases: dict[str, torch.Tensor] = {}
         samples = []
         for i, row in enumerate(rows):
-            data = load_cache_file(self._cache_dir, self._index.relative_file(row), map_tensors=True)
-            for name in names:
-                value = data.get(name)
-                if not isinstance(value, torch.Tensor):
-                    continue
-                if name not in bases:
-                    bases[name] = memory.empty((len(rows), *value.shape), value.dtype)
-                base = bases[name]
-                if (base.dtype, base.shape[1:]) == (value.dtype, value.shape):
-                    data[name] = base[i].copy_(value)
-                else:
-                    data[name] = value.clone()
-            samples.append({k: v for k, v in data.items() if k in names or not isinstance(v, torch.Tensor)})
+            relative = self._index.relative_file(row)
+            path = self._folders.inside(relative)
+            try:
+                descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            except OSError:
+                load_cache_file(self._cache_dir, relative)  # says what is wrong
+                raise
+            try:
+                data = read_outline(descriptor, os.path.splitext(relative)[1])
+                if data is None:
+                    data = load_cache_file(self._cache_dir, relative)
+                for name in names:
+                    if isinstance(value := data.get(name), (Stored, torch.Tensor)):
+                        room = _room(bases, name, i, len(rows), value, memory)
+                        data[name] = room.copy_(value) if isinstance(value, torch.Tensor) else room
+                        if isinstance(value, Stored):
+                            _read_into(room, descriptor, value.offset, path)
+            finally:
+                os.close(descriptor)
+            samples.append(
+                {k: v for k, v in data.items() if k in names or not isinstance(v, (Stored, torch.Tensor))}
+            )
         return samples
+
+
+def _room(
+    bases: dict[str, torch.Tensor],
+    name: str,
+    i: int,
+    count: int,
+    like: Stored | torch.Tensor,
+    memory: BatchMemory,
+) -> torch.Tensor:
+    """Where the ``i``-th sample's tensor goes: beside the others', if it is like the first one's."""
+    shape = tuple(like.shape)
+    if name not in bases:
+        bases[name] = memory.empty((count, *shape), like.dtype)
+    base = bases[name]
+    alike = (base.dtype, tuple(base.shape[1:])) == (like.dtype, shape)
+    return base[i] if alike else torch.empty(shape, dtype=like.dtype)
+
+
+def _read_into(room: torch.Tensor, descriptor: int, offset: int, path: str) -> None:
+    if not room.numel():
+        return
+    waiting = room.view(-1).view(torch.uint8).numpy().data
+    while len(waiting):
+        count = os.preadv(descriptor, [waiting], offset)
+        if count == 0:
+            raise CacheFileError(f"{path} is truncated or damaged: it ends before its tensors do")
+        waiting, offset = waiting[count:], offset + count
 
 
 class PackedSamples:

@@ -26,12 +26,12 @@ USUAL_SHARD_BYTES = 1 << 29
 _ALIGNMENT = 8
 _PADDING = "padding"
 
-_DTYPES = {
+DTYPES = {
     "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "I32": torch.int32,
     "I64": torch.int64, "F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64,
 }  # fmt: skip
 """By the container's names."""
-_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class Layout(msgspec.Struct, frozen=True, array_like=True):
@@ -46,7 +46,7 @@ class Layout(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        return _DTYPES[self.dtype]
+        return DTYPES[self.dtype]
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
