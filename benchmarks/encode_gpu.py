@@ -329,7 +329,7 @@ def cases(scale: float) -> dict[str, Case]:
         "flux512": Case("flux", {"max_pixels": 512**2}, (512, 512), 1, int(2400 * scale), 16, 128),
         "wan": Case("wan", {"video": clip(81), "size": (832, 480)}, (832, 480), 81, int(72 * scale), 3, 4),
         "hunyuan": Case(
-            "hunyuan", {"video": clip(121), "size": (848, 480)}, (848, 480), 121, int(24 * scale), 2
+            "hunyuan", {"video": clip(121), "size": (848, 480)}, (848, 480), 121, int(30 * scale), 2, 4
         ),
     }
 

@@ -1,0 +1,113 @@
+"""Pictures to a cache on a CPU with the embedded ``tiny`` model, against one at a time; and planning many files.
+
+    python benchmarks/encode_cpu.py [--pictures 120] [--files 100000] [--folder /tmp]
+
+The pictures are 12-megapixel JPEGs, made from the examples. "One at a time" is the usual script: Pillow decodes and
+scales with Lanczos, the model encodes picture and caption, ``torch.save``, then the next. Planning lists a folder,
+looks for captions, reads every header and assigns buckets; nothing is decoded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import os
+import shutil
+import tempfile
+import time
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+
+from latentry.buckets import MultiTierBucketCalculator
+from latentry.plan import Recipe
+from latentry.preparation import prepare
+from latentry.processors.tiny import TinyProcessor
+
+EXAMPLES = Path(__file__).parents[1] / "examples" / "pictures"
+DISTINCT = 24
+
+
+def make_picture(number: int) -> bytes:
+    """A 12-megapixel JPEG of one of the example pictures, a little different each time."""
+    paths = sorted(path for path in EXAMPLES.rglob("*") if path.suffix in (".jpg", ".png"))
+    image = Image.open(paths[number % len(paths)]).convert("RGB")
+    shift = number // len(paths)
+    image = image.crop((shift, shift, image.width - shift, image.height - shift))
+    output = io.BytesIO()
+    image.resize((4000, 3000), Image.Resampling.BICUBIC).save(output, "JPEG", quality=92)
+    return output.getvalue()
+
+
+def write_pictures(folder: Path, count: int) -> None:
+    """So many pictures: some distinct ones, then links to them."""
+    with ProcessPoolExecutor() as pool:
+        for number, content in enumerate(pool.map(make_picture, range(min(DISTINCT, count)))):
+            (folder / f"{number:06d}.jpg").write_bytes(content)
+    for number in range(DISTINCT, count):
+        os.link(folder / f"{number % DISTINCT:06d}.jpg", folder / f"{number:06d}.jpg")
+
+
+def one_at_a_time(paths: list[Path], output: Path, max_pixels: int) -> float:
+    """Pictures a second of the usual script."""
+    tiny = TinyProcessor("embedded", torch.device("cpu"), torch.float32)
+    calculator = MultiTierBucketCalculator(64, max_pixels)
+    started = time.perf_counter()
+    for path in paths:
+        image = Image.open(path).convert("RGB")
+        width, height = calculator.get_bucket_for_image(*image.size)["resolution"]
+        scale = max(width / image.width, height / image.height)
+        scaled = image.resize(
+            (round(image.width * scale), round(image.height * scale)), Image.Resampling.LANCZOS
+        )
+        left, top = (scaled.width - width) // 2, (scaled.height - height) // 2
+        pixels = np.array(scaled.crop((left, top, left + width, top + height)))
+        latent = tiny.encode_pixels(torch.from_numpy(pixels).permute(2, 0, 1)[None], None)[0]
+        text = tiny.encode_texts([path.stem])
+        torch.save({"latent": latent, **text, "image_path": str(path)}, output / f"{path.stem}.pt")
+    return len(paths) / (time.perf_counter() - started)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--pictures", type=int, default=120)
+    parser.add_argument("--files", type=int, default=100_000)
+    parser.add_argument("--folder", type=Path)
+    options = parser.parse_args()
+    work = Path(tempfile.mkdtemp(dir=options.folder))
+    try:
+        print(f"{os.cpu_count()} cores, torch {torch.__version__}")
+        pictures = work / "pictures"
+        pictures.mkdir()
+        write_pictures(pictures, options.pictures)
+        for preset in ("256p", "512p"):
+            max_pixels = MultiTierBucketCalculator.RESOLUTION_PRESETS[preset]
+            (plain := work / f"plain_{preset}").mkdir()
+            usual = one_at_a_time(sorted(pictures.iterdir())[: options.pictures // 3], plain, max_pixels)
+            started = time.perf_counter()
+            prepare(
+                Recipe(max_pixels=max_pixels), image_dir=pictures, output_dir=work / preset, devices="cpu"
+            )
+            ours = options.pictures / (time.perf_counter() - started)
+            print(
+                f"{preset}: {ours:.1f} pictures/s, one at a time {usual:.1f}: {ours / usual:.1f}x", flush=True
+            )
+        if options.files:
+            many = work / "many"
+            many.mkdir()
+            write_pictures(many, options.files)
+            started = time.perf_counter()
+            prepare(Recipe(), image_dir=many, output_dir=work / "planned", devices="cpu", dry_run=True)
+            seconds = time.perf_counter() - started
+            print(
+                f"planning {options.files:,d} files: {seconds:.1f} s, {options.files / seconds:,.0f} files/s"
+            )
+    finally:
+        shutil.rmtree(work)
+
+
+if __name__ == "__main__":
+    main()
