@@ -12,6 +12,7 @@ from PIL import Image, ImageCms, ImageOps
 
 from latentry.buckets import covering_size
 from latentry.errors import MediaError
+from latentry.media.headers import jpeg_header, parse_jpeg_header
 from latentry.media.images import decode_image, fit_to_bucket, probe_image
 
 
@@ -196,3 +197,74 @@ def test_jpegs_take_the_quick_way_to_the_same_pixels(photo):
     content = encoded(photo, "JPEG", quality=92)
     slow = np.asarray(Image.open(io.BytesIO(content)).convert("RGB"))
     assert np.abs(decode_image(content).astype(int) - slow).max() <= 3
+
+
+# ---- headers --------------------------------------------------------------------------------
+
+
+def jpeg(size=(40, 30), mode="RGB", exif: bytes | None = None, **options) -> bytes:
+    output = io.BytesIO()
+    Image.new(mode, size, 128).save(output, "JPEG", **({"exif": exif} if exif else {}), **options)
+    return output.getvalue()
+
+
+def exif_with(orientation: int, padding: int = 0, motorola: bool = False) -> bytes:
+    exif = Image.Exif()
+    exif.endian = ">" if motorola else "<"
+    exif[0x0112] = orientation
+    exif[0x010F] = "maker" + "x" * padding
+    return exif.tobytes()
+
+
+XMP = b'<x:xmpmeta xmlns:x="adobe:ns:meta/" tiff:Orientation="6"/>'
+HEADERS = {
+    "plain": jpeg(),
+    "grey": jpeg(mode="L"),
+    "cmyk": jpeg(mode="CMYK"),
+    "progressive": jpeg((300, 200), progressive=True),
+    "optimised": jpeg(optimize=True),
+    "icc": jpeg(icc_profile=b"\0" * 70_000),
+    "long exif": jpeg(exif=exif_with(6, padding=60_000)),
+    "motorola": jpeg(exif=exif_with(8, motorola=True)),
+    "turned in xmp": jpeg(xmp=XMP),
+    "turned in both": jpeg(exif=exif_with(3), xmp=XMP),
+    "comment": jpeg(comment=b"\xff\xda\xff\xc0" * 10),
+    **{f"orientation {n}": jpeg(exif=exif_with(n)) for n in range(0, 10)},
+}
+
+
+@pytest.mark.parametrize("name", HEADERS)
+def test_jpeg_headers_are_read_as_pillow_reads_them(name, tmp_path):
+    path = tmp_path / "x.jpg"
+    path.write_bytes(HEADERS[name])
+    with Image.open(path) as image:
+        expected = (*image.size, image.getexif().get(0x0112, 1))
+    header = jpeg_header(path)
+    assert header == parse_jpeg_header(HEADERS[name])
+    assert (header is None) == ("in xmp" in name)
+    if header is not None:
+        assert header[:3] == expected
+        assert (header.num_components, header.has_profile) == (
+            {"L": 1, "RGB": 3, "CMYK": 4}[image.mode],
+            bool(image.info.get("icc_profile")),
+        )
+    turned = expected[2] in (5, 6, 7, 8)
+    assert probe_image(path) == ((expected[1], expected[0]) if turned else expected[:2])
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:PIL")
+def test_damaged_jpeg_headers_are_left_to_pillow_and_never_fail(tmp_path):
+    path = tmp_path / "x.jpg"
+    content = HEADERS["motorola"]
+    rng = np.random.default_rng(0)
+    for number in range(600):
+        damaged = bytearray(content[: rng.integers(1, len(content))] if number % 3 else content)
+        for _ in range(rng.integers(0, 4)):
+            damaged[rng.integers(0, min(200, len(damaged)))] = rng.integers(0, 256)
+        path.write_bytes(damaged)
+        header = jpeg_header(path)
+        try:
+            with Image.open(path) as image:
+                assert header is None or image.size == header[:2]
+        except OSError:
+            pass

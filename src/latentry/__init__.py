@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from latentry.buckets import MultiTierBucketCalculator as MultiTierBucketCalculator
+    from latentry.conversion import convert_cache as convert_cache
     from latentry.datasets import BaseMultiresolutionDataset as BaseMultiresolutionDataset
     from latentry.datasets import TextToImageDataset as TextToImageDataset
     from latentry.datasets import TextToVideoDataset as TextToVideoDataset
@@ -44,6 +45,7 @@ _HOME = {
     "StateError": "errors",
     "TextToImageDataset": "datasets",
     "TextToVideoDataset": "datasets",
+    "convert_cache": "conversion",
     "build_text_to_image_multiresolution_dataloader": "loader",
     "build_video_multiresolution_dataloader": "loader",
     "from_config": "loader",

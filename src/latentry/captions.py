@@ -8,6 +8,7 @@ no caption problem ever stops a run.
 from __future__ import annotations
 
 import json
+import os
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath
@@ -47,7 +48,7 @@ class CaptionFinder:
         self._root = root
         self._json_field = field or "caption"
         self._lines_field = field or lines_field
-        lookups: dict[str, Callable[[PurePosixPath], str | None]] = {
+        lookups: dict[str, Callable[[str], str | None]] = {
             "sidecar": self._from_sidecar_json,
             "txt": self._from_sidecar_text,
             "jsonl": self._from_lines,
@@ -56,27 +57,47 @@ class CaptionFinder:
         order = _AUTO_ORDER if caption_format == "auto" else (caption_format,)
         self._lookups = [(name, lookups[name]) for name in order]
         self._lists: dict[Path, dict[str, Any]] = {}
-        self._line_files: dict[Path, list[Path]] = {}
+        self._line_files: dict[str, list[Path]] = {}
+        self._names: dict[str, frozenset[str]] = {}
         self.counts: Counter[str] = Counter()
         self.problems: dict[str, str] = {}
         """The caption files that are of no use, each with the reason."""
 
     def find(self, name: str) -> Caption:
         """The caption of the file with this name relative to the root."""
-        path = PurePosixPath(name)
         for source, look_up in self._lookups:
-            text = look_up(path)
+            text = look_up(name)
             if text is not None:
                 self.counts[source] += 1
                 return Caption(text, source)
         self.counts["file name"] += 1
-        return Caption(path.stem.replace("_", " "), "file name")
+        return Caption(PurePosixPath(name).stem.replace("_", " "), "file name")
+
+    def _names_in(self, folder: str) -> frozenset[str]:
+        """What a folder holds, listed once: a million pictures then cost no look at files that are not there."""
+        if folder not in self._names:
+            try:
+                self._names[folder] = frozenset(os.listdir(self._root / folder))
+            except OSError:
+                self._names[folder] = frozenset()
+        return self._names[folder]
+
+    def _file(self, folder: str, name: str) -> Path | None:
+        """The file of this name in a folder, if there is one."""
+        if name not in self._names_in(folder):
+            return None
+        path = self._root / folder / name
+        return path if path.is_file() else None
 
     # ---- beside the picture -----------------------------------------------------------------
 
-    def _from_sidecar_json(self, path: PurePosixPath) -> str | None:
-        sidecar = self._root / path.with_suffix(".json")
-        if not sidecar.is_file():
+    def _sidecar(self, name: str, suffix: str) -> Path | None:
+        folder, _, base = name.rpartition("/")
+        return self._file(folder, os.path.splitext(base)[0] + suffix)
+
+    def _from_sidecar_json(self, name: str) -> str | None:
+        sidecar = self._sidecar(name, ".json")
+        if sidecar is None:
             return None
         try:
             content = json.loads(self._read_text(sidecar) or "")
@@ -85,9 +106,9 @@ class CaptionFinder:
             return None
         return self._field_of(content, self._json_field, sidecar)
 
-    def _from_sidecar_text(self, path: PurePosixPath) -> str | None:
-        sidecar = self._root / path.with_suffix(".txt")
-        if not sidecar.is_file():
+    def _from_sidecar_text(self, name: str) -> str | None:
+        sidecar = self._sidecar(name, ".txt")
+        if sidecar is None:
             return None
         text = self._read_text(sidecar)
         if text is not None and not text.strip():
@@ -96,34 +117,31 @@ class CaptionFinder:
 
     # ---- in a list --------------------------------------------------------------------------
 
-    def _from_lines(self, path: PurePosixPath) -> str | None:
+    def _from_lines(self, name: str) -> str | None:
         """From the ``.jsonl`` files of the picture's folder, then of the folders above it."""
-        for folder in path.parents:
-            within = path.relative_to(folder).as_posix()
-            for file in self._lists_in(self._root / folder, path if folder == path.parent else None):
+        for folder, within in _folders_above(name):
+            for file in self._lists_in(folder, within):
                 entry = self._list(file, self._lines_field, _json_lines).get(within)
                 if entry is not None:
                     return str(entry)
         return None
 
-    def _lists_in(self, folder: Path, picture: PurePosixPath | None) -> Iterator[Path]:
+    def _lists_in(self, folder: str, within: str) -> Iterator[Path]:
         if folder not in self._line_files:
-            self._line_files[folder] = sorted(
-                p for p in folder.glob("*.jsonl") if p.is_file() and p.name not in _NOT_CAPTIONS
-            )
+            names = sorted(name for name in self._names_in(folder) if name.endswith(".jsonl"))
+            files = [self._file(folder, name) for name in names if name not in _NOT_CAPTIONS]
+            self._line_files[folder] = [file for file in files if file is not None]
         yield from self._line_files[folder]
-        if picture is not None and "_sample" in picture.name:
-            shared = folder / f"{picture.name.rpartition('_sample')[0]}_internvl.json"
-            if shared.is_file():
+        if "_sample" in within and "/" not in within:
+            shared = self._file(folder, f"{within.rpartition('_sample')[0]}_internvl.json")
+            if shared is not None:
                 yield shared
 
-    def _from_meta_json(self, path: PurePosixPath) -> str | None:
-        for folder in path.parents:
-            file = self._root / folder / "meta.json"
-            if file.is_file():
-                entry = self._list(file, self._json_field, _json_items).get(
-                    path.relative_to(folder).as_posix()
-                )
+    def _from_meta_json(self, name: str) -> str | None:
+        for folder, within in _folders_above(name):
+            file = self._file(folder, "meta.json")
+            if file is not None:
+                entry = self._list(file, self._json_field, _json_items).get(within)
                 if entry is not None:
                     return str(entry)
         return None
@@ -170,6 +188,14 @@ class CaptionFinder:
 
     def _note(self, where: Path | str, problem: str) -> None:
         self.problems.setdefault(str(where), problem)
+
+
+def _folders_above(name: str) -> Iterator[tuple[str, str]]:
+    """The file's folder and those above it, up to the root, each with the file's name within it."""
+    folder = name
+    while folder:
+        folder = folder.rpartition("/")[0]
+        yield folder, name[len(folder) + 1 :] if folder else name
 
 
 def _name_of(entry: Any) -> str | None:

@@ -13,6 +13,7 @@ import hashlib
 import logging
 import math
 import sys
+import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -177,7 +178,7 @@ class TaskRunner:
         on_gpu = self._device.type == "cuda"
         with (
             _quick_switches(on_gpu),
-            ThreadPoolExecutor(self._num_threads, initializer=self._start_reader) as readers,
+            _single_threads(self._num_threads) as readers,
             Threads.running(_WRITER_THREADS) as writers,
         ):
             try:
@@ -198,10 +199,6 @@ class TaskRunner:
                 raise
 
     # ---- decode -----------------------------------------------------------------------------
-
-    def _start_reader(self) -> None:
-        if self._device.type == "cuda":
-            torch.set_num_threads(1)  # as many readers as cores: each doing its work in threads is too many
 
     def _begin(self, task: Task, writers: Threads) -> _Running:
         stem = hashlib.blake2b(f"{task.id} {self._fingerprint}".encode(), digest_size=16).hexdigest()
@@ -407,6 +404,22 @@ class TaskRunner:
             first_frame=cut.pixels[:, 0].permute(1, 2, 0),
             source_frame=cut.source_frame,
         )
+
+
+def _single_threads(count: int) -> ThreadPoolExecutor:
+    """Threads in which torch uses no further ones: there is one for each core already.
+
+    Torch keeps that number for each thread, but also one for all of a library's; so all of them are started first,
+    and the calling thread's number is set again at the end.
+    """
+    usual = torch.get_num_threads()
+    pool = ThreadPoolExecutor(count, initializer=torch.set_num_threads, initargs=(1,))
+    started = threading.Barrier(count + 1)
+    for _ in range(count):
+        pool.submit(started.wait)
+    started.wait()
+    torch.set_num_threads(usual)
+    return pool
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,8 @@ RECIPE_VERSION = 1
 TASK_SIZE = 256
 _MOST_IN_TASK = 8192
 _PROBE_THREADS = 8
+_PROBE_CHUNK = 32
+"""Files that a thread looks at before it reports; handing over single ones costs more than reading headers."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -294,8 +297,13 @@ def _probe(
 
     readable: list[tuple[SourceFile, Caption, Extent]] = []
     skipped = []
+
+    def probe_all(part: Sequence[tuple[SourceFile, Caption]]) -> list[Extent | str]:
+        return [extent_or_reason(file) for file, _ in part]
+
+    parts = [waiting[i : i + _PROBE_CHUNK] for i in range(0, len(waiting), _PROBE_CHUNK)]
     with ThreadPoolExecutor(_PROBE_THREADS) as pool:
-        probed = pool.map(extent_or_reason, (file for file, _ in waiting), chunksize=16)
+        probed = chain.from_iterable(pool.map(probe_all, parts))
         for count, ((file, caption), extent) in enumerate(zip(waiting, probed, strict=True), start=1):
             if isinstance(extent, str):
                 skipped.append(Failure(file.name, extent))

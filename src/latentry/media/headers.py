@@ -1,0 +1,98 @@
+"""What a JPEG is, from its first bytes, ten times quicker than opening it.
+
+Planning looks at every file of a folder, and nearly all are JPEGs. Whatever is unusual is left to Pillow.
+"""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+from typing import NamedTuple
+
+_FIRST_BYTES = 1 << 14
+_MOST_BYTES = 1 << 18
+_FRAMES = frozenset({0xC0, 0xC1, 0xC2, 0xC3, 0xC5, 0xC6, 0xC7, 0xC9, 0xCA, 0xCB, 0xCD, 0xCE, 0xCF})
+_START = b"\xff\xd8\xff"
+_SCAN, _END, _APP1, _APP2 = 0xDA, 0xD9, 0xE1, 0xE2
+_EXIF, _XMP, _ICC = b"Exif\x00\x00", b"http://ns.adobe.com/xap/1.0/", b"ICC_PROFILE\x00"
+_ORIENTATION, _SHORT = 0x0112, 3
+
+
+class JpegHeader(NamedTuple):
+    width: int
+    height: int
+    orientation: int
+    num_components: int
+    has_profile: bool
+
+
+def jpeg_header(path: Path) -> JpegHeader | None:
+    """What the beginning of a JPEG says; None for anything that is not plainly one."""
+    with open(path, "rb", buffering=0) as file:
+        head = file.read(_FIRST_BYTES)
+        if not head.startswith(_START):
+            return None
+        try:
+            return _parse(head)
+        except IndexError:  # its header is longer: a thumbnail, or colours
+            return parse_jpeg_header(head + file.read(_MOST_BYTES))
+
+
+def parse_jpeg_header(content: bytes) -> JpegHeader | None:
+    """The same for a file's bytes."""
+    try:
+        return _parse(content) if content.startswith(_START) else None
+    except (IndexError, struct.error):
+        return None
+
+
+def _parse(head: bytes) -> JpegHeader | None:
+    """Goes from marker to marker until the picture begins; an ``IndexError`` asks for more bytes."""
+    frame: tuple[int, int, int] | None = None
+    orientation: int | None = None
+    num_exif, hinted, has_profile = 0, False, False
+    position = 2
+    while True:
+        if head[position] != 0xFF:
+            return None
+        marker = head[position + 1]
+        if marker == _SCAN:
+            break
+        if marker in (0xFF, 0x00, 0x01, _END) or 0xD0 <= marker <= 0xD8:
+            return None
+        length = (head[position + 2] << 8) + head[position + 3]
+        start, end = position + 4, position + 2 + length
+        if length < 2:
+            return None
+        head[end]  # all of it must be here
+        if marker in _FRAMES:
+            frame = struct.unpack_from(">HHB", head, start + 1)
+        elif marker == _APP1 and head.startswith(_EXIF, start):
+            num_exif += 1
+            orientation = _orientation(head[start + len(_EXIF) : end])
+        elif marker == _APP1 and head.startswith(_XMP, start):
+            hinted = hinted or b"Orientation" in head[start:end]
+        elif marker == _APP2 and head.startswith(_ICC, start):
+            has_profile = True
+        position = end
+    if frame is None or 0 in frame or num_exif > 1 or (hinted and orientation is None):
+        return None
+    height, width, num_components = frame
+    return JpegHeader(width, height, 1 if orientation is None else orientation, num_components, has_profile)
+
+
+def _orientation(tiff: bytes) -> int | None:
+    order = {b"II*\x00": "<", b"MM\x00*": ">"}.get(tiff[:4])
+    if order is None:
+        return None
+    try:
+        (start,) = struct.unpack_from(order + "I", tiff, 4)
+        (count,) = struct.unpack_from(order + "H", tiff, start)
+        for i in range(count):
+            tag, kind, _ = struct.unpack_from(order + "HHI", tiff, start + 2 + 12 * i)
+            if tag == _ORIENTATION and kind == _SHORT:
+                (value,) = struct.unpack_from(order + "H", tiff, start + 10 + 12 * i)
+                return int(value)
+    except struct.error:
+        return None
+    return None
