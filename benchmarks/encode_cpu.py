@@ -10,45 +10,21 @@ looks for captions, reads every header and assigns buckets; nothing is decoded.
 from __future__ import annotations
 
 import argparse
-import io
 import os
 import shutil
 import tempfile
 import time
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import torch
+from pictures import write_pictures
 from PIL import Image
 
 from latentry.buckets import MultiTierBucketCalculator
 from latentry.plan import Recipe
 from latentry.preparation import prepare
 from latentry.processors.tiny import TinyProcessor
-
-EXAMPLES = Path(__file__).parents[1] / "examples" / "pictures"
-DISTINCT = 24
-
-
-def make_picture(number: int) -> bytes:
-    """A 12-megapixel JPEG of one of the example pictures, a little different each time."""
-    paths = sorted(path for path in EXAMPLES.rglob("*") if path.suffix in (".jpg", ".png"))
-    image = Image.open(paths[number % len(paths)]).convert("RGB")
-    shift = number // len(paths)
-    image = image.crop((shift, shift, image.width - shift, image.height - shift))
-    output = io.BytesIO()
-    image.resize((4000, 3000), Image.Resampling.BICUBIC).save(output, "JPEG", quality=92)
-    return output.getvalue()
-
-
-def write_pictures(folder: Path, count: int) -> None:
-    """So many pictures: some distinct ones, then links to them."""
-    with ProcessPoolExecutor() as pool:
-        for number, content in enumerate(pool.map(make_picture, range(min(DISTINCT, count)))):
-            (folder / f"{number:06d}.jpg").write_bytes(content)
-    for number in range(DISTINCT, count):
-        os.link(folder / f"{number % DISTINCT:06d}.jpg", folder / f"{number:06d}.jpg")
 
 
 def one_at_a_time(paths: list[Path], output: Path, max_pixels: int) -> float:

@@ -13,7 +13,6 @@ are kept for later ones. "busy" is what the driver says, sampled every tenth of 
 from __future__ import annotations
 
 import argparse
-import io
 import os
 import shutil
 import subprocess
@@ -21,7 +20,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +27,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from pictures import EXAMPLES, write_pictures
 from PIL import Image
 
 from latentry.media.kinds import VideoChoices
@@ -40,8 +39,6 @@ from latentry.processors.hunyuan import HunyuanProcessor
 from latentry.processors.wan import WanProcessor
 from latentry.testing.pipelines import clip_tokenizer, qwen_tokenizer, t5_tokenizer
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
-DISTINCT_PICTURES = 24
 WORDS = [
     "a",
     "photo",
@@ -189,24 +186,6 @@ XXL = {
 # ---- pictures and clips ---------------------------------------------------------------------
 
 
-def make_picture(number: int) -> bytes:
-    """A 12-megapixel JPEG of one of the example pictures, a little different each time."""
-    paths = sorted(p for p in (EXAMPLES / "pictures").rglob("*") if p.suffix in (".jpg", ".png"))
-    image = Image.open(paths[number % len(paths)]).convert("RGB")
-    shift = number // len(paths)
-    image = image.crop((shift, shift, image.width - shift, image.height - shift))
-    output = io.BytesIO()
-    image.resize((4000, 3000), Image.Resampling.BICUBIC).save(output, "JPEG", quality=92)
-    return output.getvalue()
-
-
-def write_pictures(folder: Path, count: int) -> None:
-    with ProcessPoolExecutor() as pool:
-        contents = list(pool.map(make_picture, range(DISTINCT_PICTURES)))
-    for i in range(count):
-        place(folder, i, "jpg", contents[i % len(contents)], DISTINCT_PICTURES)
-
-
 def write_clips(folder: Path, count: int, num_frames: int) -> None:
     import av
 
@@ -219,22 +198,16 @@ def write_clips(folder: Path, count: int, num_frames: int) -> None:
         for i in range(num_frames):
             output.mux(stream.encode(av.VideoFrame.from_image(frames[i % len(frames)])))
         output.mux(stream.encode())
-    content = path.read_bytes()
-    path.unlink()
     for i in range(count):
-        place(folder, i, "mp4", content, 1)
+        os.link(path, folder / f"{i:05d}.mp4")
+    path.unlink()
 
 
-def place(folder: Path, number: int, suffix: str, content: bytes, num_distinct: int) -> None:
-    """A file and its caption; after the distinct ones, links to them."""
-    path = folder / f"{number:05d}.{suffix}"
-    if number < num_distinct:
-        path.write_bytes(content)
-    else:
-        os.link(folder / f"{number % num_distinct:05d}.{suffix}", path)
-    rng = np.random.default_rng(number)
-    caption = " ".join(rng.choice(WORDS, size=rng.integers(8, 60)))
-    (folder / f"{number:05d}.txt").write_text(f"{caption}, number {number}")
+def write_captions(folder: Path) -> None:
+    for number, path in enumerate(sorted(folder.iterdir())):
+        rng = np.random.default_rng(number)
+        caption = " ".join(rng.choice(WORDS, size=rng.integers(8, 60)))
+        path.with_suffix(".txt").write_text(f"{caption}, number {number}")
 
 
 # ---- the usual way --------------------------------------------------------------------------
@@ -342,6 +315,7 @@ def measure(name: str, case: Case, work: Path, output_format: str) -> None:
         write_pictures(sources, case.count)
     else:
         write_clips(sources, case.count, case.num_frames + 4)
+    write_captions(sources)
     usual_s = one_at_a_time(case.family, sources, plain, case.size, case.num_frames, case.usual_count)
     torch.cuda.empty_cache()
     PROCESSORS[f"random-{case.family}"] = f"{__name__}:{FAMILIES[case.family].__name__}"
