@@ -107,7 +107,7 @@ def served(loader: Iterable[Any], size: int) -> Callable[[], int]:
 
 def own_memory_mb() -> float:
     with open("/proc/self/smaps_rollup") as file:
-        return sum(int(line.split()[1]) for line in file if line.startswith("Private")) / 1024
+        return sum(int(line.split()[1]) for line in file if line.startswith("Private_Dirty")) / 1024
 
 
 def measure(label: str, epoch: Callable[[], int]) -> float:

@@ -2,7 +2,7 @@
 
     python benchmarks/open_packed.py [--rows 100000000] [--processes 2] [--folder /tmp]
 
-Writes such an index (about 190 bytes a row; the shards it speaks of do not exist), then opens it as a dataset in
+Writes such an index (about 225 bytes a row; the shards it speaks of do not exist), then opens it as a dataset in
 processes of their own, and looks up ten thousand random rows in each.
 """
 
@@ -70,7 +70,7 @@ def make_block(schema: pa.Schema, folder: str, count: int) -> pa.RecordBatch:
 
 def private_mb() -> float:
     with open("/proc/self/smaps_rollup") as file:
-        return sum(int(line.split()[1]) for line in file if line.startswith("Private")) / 1024
+        return sum(int(line.split()[1]) for line in file if line.startswith("Private_Dirty")) / 1024
 
 
 def open_it(folder: Path, queue: multiprocessing.Queue) -> None:

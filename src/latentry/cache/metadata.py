@@ -7,6 +7,7 @@ named with its shard and row. The full rows are read again only if somebody look
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -86,8 +87,28 @@ def _decode(path: Path, decode: Callable[[bytes], T]) -> T:
         raise MetadataError(f"{path} is not valid JSON ({error}); it may be truncated") from None
 
 
-class MetadataRows(Sequence[dict[str, Any]]):
-    """All rows as dictionaries, read from their shards when looked at.
+class LazyRows(Sequence[dict[str, Any]]):
+    """Rows as dictionaries, each made when it is looked at."""
+
+    @abstractmethod
+    def _row(self, position: int) -> dict[str, Any]:
+        """The row at this position, which exists."""
+
+    @overload
+    def __getitem__(self, index: int) -> dict[str, Any]: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[dict[str, Any]]: ...
+    def __getitem__(self, index: int | slice) -> dict[str, Any] | list[dict[str, Any]]:
+        if isinstance(index, slice):
+            return [self._row(i) for i in range(*index.indices(len(self)))]
+        return self._row(range(len(self))[index])
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return (self._row(i) for i in range(len(self)))
+
+
+class MetadataRows(LazyRows):
+    """The rows of a cache of files, read from their shards.
 
     ``cache_file`` is where the file is now, not where it was written. A few shards stay in memory,
     so walking through in order is quick and hopping about is not.
@@ -104,14 +125,7 @@ class MetadataRows(Sequence[dict[str, Any]]):
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0
 
-    @overload
-    def __getitem__(self, index: int) -> dict[str, Any]: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[dict[str, Any]]: ...
-    def __getitem__(self, index: int | slice) -> dict[str, Any] | list[dict[str, Any]]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
-        position = range(len(self))[index]
+    def _row(self, position: int) -> dict[str, Any]:
         shard = bisect_right(self._ends, position)
         start = self._ends[shard - 1] if shard else 0
         row = self._rows(shard)[position - start]
@@ -120,9 +134,6 @@ class MetadataRows(Sequence[dict[str, Any]]):
             **row,
             "cache_file": str(self._cache_dir / f"{width}x{height}" / file_name(row["cache_file"])),
         }
-
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        return (self[i] for i in range(len(self)))
 
     def _rows(self, shard: int) -> list[dict[str, Any]]:
         if shard not in self._kept:

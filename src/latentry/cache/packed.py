@@ -13,14 +13,14 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from latentry.cache.metadata import METADATA_NAME, GlobalMetadata
+from latentry.cache.metadata import METADATA_NAME, GlobalMetadata, LazyRows
 from latentry.cache.shards import Layout, Place
 from latentry.errors import CacheNotFoundError, MetadataError
 from latentry.records import BucketShape
@@ -337,8 +337,8 @@ def _header(cache_dir: Path, metadata: GlobalMetadata) -> Header:
     return header
 
 
-class PackedRows(Sequence[dict[str, Any]]):
-    """All rows as dictionaries, each read from the index when looked at."""
+class PackedRows(LazyRows):
+    """The rows of a packed cache, read from its index."""
 
     def __init__(self, cache_dir: Path, index: PackedIndex) -> None:
         self._cache_dir = cache_dir
@@ -347,22 +347,12 @@ class PackedRows(Sequence[dict[str, Any]]):
     def __len__(self) -> int:
         return len(self._index)
 
-    @overload
-    def __getitem__(self, index: int) -> dict[str, Any]: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[dict[str, Any]]: ...
-    def __getitem__(self, index: int | slice) -> dict[str, Any] | list[dict[str, Any]]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
-        row = range(len(self))[index]
+    def _row(self, position: int) -> dict[str, Any]:
         return {
-            **self._index.row(row),
-            "cache_file": str(self._cache_dir / self._index.relative_file(row)),
-            "packed_row": row,
+            **self._index.row(position),
+            "cache_file": str(self._cache_dir / self._index.relative_file(position)),
+            "packed_row": position,
         }
-
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        return (self[i] for i in range(len(self)))
 
 
 def committed_rows(index: PackedIndex) -> Iterator[dict[str, Any]]:

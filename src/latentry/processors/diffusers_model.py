@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -95,13 +95,36 @@ def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
-def posterior(vae: Any, gpu_encoder: Replayed | None, pixels: torch.Tensor) -> Any:
-    """What ``vae.encode`` says of these pixels, by way of the encoder for GPUs if there is one."""
-    if gpu_encoder is None or vae.use_tiling:
-        return vae.encode(pixels).latent_dist
-    from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
+class VaeEncoder:
+    """A VAE's encoder: its own, or the one arranged for a GPU."""
 
-    return DiagonalGaussianDistribution(gpu_encoder(pixels))
+    def __init__(self, vae: Any, bytes_per_pixel: int) -> None:
+        self._vae = vae
+        self._bytes_per_pixel = bytes_per_pixel
+        self._gpu_encoder: Replayed | None = None
+        self._gpu_bytes_needed: Callable[[torch.Tensor], int] | None = None
+
+    def arrange_for_gpu(self, family: Any) -> None:
+        """Use this family of encoders, if it knows the VAE."""
+        if family.supports(self._vae):
+            encoder = family(self._vae)
+            self._gpu_encoder = Replayed(encoder)
+            self._gpu_bytes_needed = getattr(encoder, "bytes_needed", None)
+
+    def posterior(self, pixels: torch.Tensor) -> Any:
+        """What ``vae.encode`` says of these pixels."""
+        if self._gpu_encoder is None or self._vae.use_tiling:
+            return self._vae.encode(pixels).latent_dist
+        from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
+
+        return DiagonalGaussianDistribution(self._gpu_encoder(pixels))
+
+    def bytes_needed(self, pixels: torch.Tensor) -> int:
+        """Device memory for the whole of it."""
+        if self._gpu_bytes_needed is not None:
+            return self._gpu_bytes_needed(pixels)
+        needed: int = self._bytes_per_pixel * pixels.numel() // 3 * self._vae.dtype.itemsize // 2
+        return needed
 
 
 def draw(posterior: Any, seeds: list[int]) -> torch.Tensor:

@@ -13,11 +13,11 @@ import torch
 
 from latentry.processors import Columns
 from latentry.processors.diffusers_model import (
+    VaeEncoder,
     draw,
     folder_identity,
     loading,
     model_folder,
-    posterior,
     require_packages,
     scaled_pixels,
     tile,
@@ -54,7 +54,8 @@ class FluxProcessor:
         self._shift = self._vae.config.shift_factor or 0.0
         for module in (self._vae, self._clip, self._t5):
             module.to(device).eval().requires_grad_(False)
-        self._gpu_vae: Replayed | None = None
+        self._encoder = VaeEncoder(self._vae, _BYTES_PER_PIXEL)
+        self.bytes_needed = self._encoder.bytes_needed
         self._gpu_t5: Replayed | None = None
         if device.type == "cuda":
             self.arrange_for_gpu()
@@ -77,8 +78,7 @@ class FluxProcessor:
 
     def arrange_for_gpu(self) -> None:
         """Encode by the quicker ways in ``gpu``: the same numbers, up to rounding."""
-        if ImageEncoder.supports(self._vae):
-            self._gpu_vae = Replayed(ImageEncoder(self._vae))
+        self._encoder.arrange_for_gpu(ImageEncoder)
         if TextEncoder.supports(self._t5):
             self._gpu_t5 = Replayed(TextEncoder(self._t5))
 
@@ -93,7 +93,7 @@ class FluxProcessor:
             self._device.type == "cpu"
         ):  # the layout in which diffusers hands over a picture: same kernels, same bits
             scaled = scaled.to(memory_format=torch.channels_last)
-        found = posterior(self._vae, self._gpu_vae, scaled)
+        found = self._encoder.posterior(scaled)
         latents = found.mode() if seeds is None else draw(found, seeds)
         latents = (latents - self._shift) * self._vae.config.scaling_factor
         stored: torch.Tensor = latents.to(torch.float16)
@@ -131,9 +131,6 @@ class FluxProcessor:
 
     def media_fields(self, pixels: torch.Tensor) -> Columns:
         return {}
-
-    def bytes_needed(self, pixels: torch.Tensor) -> int:
-        return _BYTES_PER_PIXEL * pixels.numel() // 3 * self._dtype.itemsize // 2
 
     def enable_tiling(self) -> bool:
         return tile(self._vae)

@@ -7,7 +7,6 @@ sees are then the pipeline's by construction. A text-to-video checkpoint has no 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,11 +14,11 @@ from PIL import Image
 
 from latentry.processors import Columns
 from latentry.processors.diffusers_model import (
+    VaeEncoder,
     draw,
     folder_identity,
     loading,
     model_folder,
-    posterior,
     require_packages,
     scaled_pixels,
     tile,
@@ -27,7 +26,6 @@ from latentry.processors.diffusers_model import (
     unscaled_pixels,
 )
 from latentry.processors.gpu.hunyuan_vae import HunyuanEncoder
-from latentry.processors.gpu.replay import Replayed
 from latentry.records import ProcessorInfo
 
 _COMPONENTS = ("vae", "text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2")
@@ -57,8 +55,8 @@ class HunyuanProcessor:
         self._siglip, self._features = parts[5:]
         for module in filter(None, (self._vae, self._qwen, self._byt5, self._siglip)):
             module.to(device).eval().requires_grad_(False)
-        self._gpu_vae: Replayed | None = None
-        self._bytes_needed: Callable[[torch.Tensor], int] | None = None
+        self._encoder = VaeEncoder(self._vae, _BYTES_PER_PIXEL)
+        self.bytes_needed = self._encoder.bytes_needed
         if device.type == "cuda":
             self.arrange_for_gpu()
 
@@ -93,9 +91,7 @@ class HunyuanProcessor:
 
     def arrange_for_gpu(self) -> None:
         """Encode by the quicker ways in ``gpu``: the same numbers, up to rounding."""
-        if HunyuanEncoder.supports(self._vae):
-            encoder = HunyuanEncoder(self._vae)
-            self._gpu_vae, self._bytes_needed = Replayed(encoder), encoder.bytes_needed
+        self._encoder.arrange_for_gpu(HunyuanEncoder)
 
     @classmethod
     def weights_identity(cls, model_name: str) -> str:
@@ -104,7 +100,7 @@ class HunyuanProcessor:
 
     @torch.inference_mode()
     def encode_pixels(self, pixels: torch.Tensor, seeds: list[int] | None) -> torch.Tensor:
-        found = posterior(self._vae, self._gpu_vae, scaled_pixels(pixels, self._device, self._dtype))
+        found = self._encoder.posterior(scaled_pixels(pixels, self._device, self._dtype))
         latents = found.mode() if seeds is None else draw(found, seeds)
         stored: torch.Tensor = (latents * self._vae.config.scaling_factor).to(torch.float16)
         return stored
@@ -137,11 +133,6 @@ class HunyuanProcessor:
         shown = to_device(features["pixel_values"].to(self._dtype), self._device)
         hidden = self._siglip(pixel_values=shown).last_hidden_state
         return {"image_embeds": hidden.to(torch.bfloat16)}
-
-    def bytes_needed(self, pixels: torch.Tensor) -> int:
-        if self._bytes_needed is not None:
-            return self._bytes_needed(pixels)
-        return _BYTES_PER_PIXEL * pixels.numel() // 3 * self._dtype.itemsize // 2
 
     @torch.inference_mode()
     def decode_latents(self, latents: torch.Tensor) -> torch.Tensor:

@@ -6,25 +6,23 @@ with zeros. The latents are normalised with the VAE's own per-channel mean and d
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from latentry.processors import Columns
 from latentry.processors.diffusers_model import (
+    VaeEncoder,
     draw,
     folder_identity,
     loading,
     model_folder,
-    posterior,
     require_packages,
     scaled_pixels,
     tile,
     to_device,
     unscaled_pixels,
 )
-from latentry.processors.gpu.replay import Replayed
 from latentry.processors.gpu.t5 import TextEncoder
 from latentry.processors.gpu.wan_vae import WanEncoder
 from latentry.records import ProcessorInfo
@@ -61,8 +59,8 @@ class WanProcessor:
         shape = (1, self._vae.config.z_dim, 1, 1, 1)
         self._mean = torch.tensor(self._vae.config.latents_mean).view(shape).to(device, dtype)
         self._inverse_std = 1.0 / torch.tensor(self._vae.config.latents_std).view(shape).to(device, dtype)
-        self._gpu_vae: Replayed | None = None
-        self._bytes_needed: Callable[[torch.Tensor], int] | None = None
+        self._encoder = VaeEncoder(self._vae, _BYTES_PER_PIXEL)
+        self.bytes_needed = self._encoder.bytes_needed
         self._gpu_umt5: TextEncoder | None = None
         if device.type == "cuda":
             self.arrange_for_gpu()
@@ -84,9 +82,7 @@ class WanProcessor:
 
     def arrange_for_gpu(self) -> None:
         """Encode by the quicker ways in ``gpu``: the same numbers, up to rounding."""
-        if WanEncoder.supports(self._vae):
-            encoder = WanEncoder(self._vae)
-            self._gpu_vae, self._bytes_needed = Replayed(encoder), encoder.bytes_needed
+        self._encoder.arrange_for_gpu(WanEncoder)
         if TextEncoder.supports(self._umt5):
             self._gpu_umt5 = TextEncoder(self._umt5)
 
@@ -96,7 +92,7 @@ class WanProcessor:
 
     @torch.inference_mode()
     def encode_pixels(self, pixels: torch.Tensor, seeds: list[int] | None) -> torch.Tensor:
-        found = posterior(self._vae, self._gpu_vae, scaled_pixels(pixels, self._device, self._dtype))
+        found = self._encoder.posterior(scaled_pixels(pixels, self._device, self._dtype))
         latents = found.mode() if seeds is None else draw(found, seeds)
         stored: torch.Tensor = ((latents - self._mean) * self._inverse_std).to(torch.float16)
         return stored
@@ -136,11 +132,6 @@ class WanProcessor:
 
     def media_fields(self, pixels: torch.Tensor) -> Columns:
         return {}
-
-    def bytes_needed(self, pixels: torch.Tensor) -> int:
-        if self._bytes_needed is not None:
-            return self._bytes_needed(pixels)
-        return _BYTES_PER_PIXEL * pixels.numel() // 3 * self._dtype.itemsize // 2
 
     @torch.inference_mode()
     def decode_latents(self, latents: torch.Tensor) -> torch.Tensor:

@@ -145,7 +145,10 @@ def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch
     scale = query.shape[-1] ** -0.5
     parts = []
     for part in torch.split(query, max(1, _MAX_SCORES // len(key))):
-        scores = torch.mm(part, key.T, out_dtype=torch.float32)
+        if part.dtype == torch.float32:
+            scores = part @ key.T
+        else:
+            scores = torch.mm(part, key.T, out_dtype=torch.float32)
         if kernels is not None and len(key) <= _MAX_SOFTMAX:
             weights = kernels.softmax_rows(scores, scale, torch.empty_like(scores, dtype=query.dtype))
         else:
