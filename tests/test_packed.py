@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import pickle
 import random
 import shutil
 import threading
@@ -21,12 +23,14 @@ import latentry
 from latentry import Recipe, prepare, verify_cache
 from latentry.cache import packed, shards, writer
 from latentry.cache.memory import BatchMemory
+from latentry.cache.outline import Stored, read_outline
 from latentry.cache.samples import OpenShards
 from latentry.cache.shards import StoredRow, write_shard
 from latentry.cache.torch_file import torch_file_parts
+from latentry.cache.workspace import Workspace
 from latentry.cli import main
 from latentry.conversion import convert_cache
-from latentry.datasets import TextToImageDataset, TextToVideoDataset
+from latentry.datasets import BaseMultiresolutionDataset, TextToImageDataset, TextToVideoDataset
 from latentry.errors import (
     CacheError,
     CacheFileError,
@@ -36,7 +40,17 @@ from latentry.errors import (
     RunError,
     StateError,
 )
-from latentry.testing import assert_resumes, assert_same_cache, make_image_cache, make_video_cache
+from latentry.loader import LatentDataLoader, LoaderConfig, collate_fn_text_to_image
+from latentry.media.kinds import VideoChoices
+from latentry.processors.tiny import TinyProcessor
+from latentry.sampler import SequentialBucketSampler
+from latentry.testing import (
+    assert_resumes,
+    assert_same_cache,
+    make_counter_clip,
+    make_image_cache,
+    make_video_cache,
+)
 
 build_images = latentry.build_text_to_image_multiresolution_dataloader
 build_videos = latentry.build_video_multiresolution_dataloader
@@ -151,6 +165,43 @@ def test_what_is_new_is_added_and_what_is_gone_is_dropped(photos, tmp_path):
     assert verify_cache(cache).exit_status == 0
 
 
+def test_the_same_command_again_changes_nothing(photos, tmp_path, monkeypatch):
+    cache = tmp_path / "cache"
+    prepare(PACKED, image_dir=photos, output_dir=cache)
+    before = {path.name: path.read_bytes() for path in cache.rglob("*") if path.is_file()}
+    prepare(PACKED, image_dir=photos, output_dir=cache)
+    assert {path.name: path.read_bytes() for path in cache.rglob("*") if path.is_file()} == before
+    stopped = tmp_path / "stopped"
+    with monkeypatch.context() as patch:  # between publishing the metadata and sweeping
+        patch.setattr(Workspace, "sweep", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            prepare(PACKED, image_dir=photos, output_dir=stopped)
+    prepare(PACKED, image_dir=photos, output_dir=stopped)
+    assert_same_cache(stopped, cache)
+
+
+def test_overwriting_leaves_the_shards_in_force_alone(photos, tmp_path, monkeypatch):
+    """Even where another batch size makes other bits of the same tasks."""
+    cache = tmp_path / "cache"
+    prepare(PACKED, image_dir=photos, output_dir=cache)
+    encode = TinyProcessor.encode_pixels
+    monkeypatch.setattr(TinyProcessor, "encode_pixels", lambda self, *a: encode(self, *a) * 1.01)
+
+    def stop(progress):
+        if progress.phase == "encode" and progress.done == 12:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        prepare(PACKED, image_dir=photos, output_dir=cache, overwrite=True, on_progress=stop)
+    dataset = TextToImageDataset(cache)
+    [dataset[i] for i in range(12)]
+    prepare(PACKED, image_dir=photos, output_dir=cache, overwrite=True)
+    assert verify_cache(cache).exit_status == 0
+    assert len(list(cache.glob("*x*/*"))) == len(
+        {place for i in range(12) for place in dataset.samples.files(i)}
+    )
+
+
 def test_verify_encodes_damaged_rows_again(photos, tmp_path):
     cache = tmp_path / "cache"
     prepare(PACKED, image_dir=photos, output_dir=cache)
@@ -224,9 +275,10 @@ def test_rows_of_any_tensors_come_back(tmp_path, described):
             made[name] = value
         rows.append(StoredRow(made))
         expected.append(made)
-    write_shard(tmp_path / "x.safetensors", "x.safetensors", rows)
+    write_shard(tmp_path, (f"{number}.safetensors" for number in range(1000)), rows)
     opened = OpenShards(tmp_path)
-    with safe_open(tmp_path / "x.safetensors", framework="pt") as container:
+    assert rows[0].place is not None
+    with safe_open(tmp_path / rows[0].place.file, framework="pt") as container:
         for number, (row, tensors) in enumerate(zip(rows, expected, strict=True)):
             assert row.place is not None
             opened.check(row.place)
@@ -313,6 +365,89 @@ def test_a_stopped_conversion_goes_on(tmp_path, monkeypatch):
                 TextToImageDataset(tmp_path / "packed")
     assert stops > 2
     assert_same_cache(tmp_path / "packed", tmp_path / "undisturbed")
+
+
+def test_clips_there_and_back_again(tmp_path):
+    clips = tmp_path / "clips"
+    clips.mkdir()
+    make_counter_clip(clips / "a.mp4", 20, size=(96, 64))
+    make_counter_clip(clips / "b.mp4", 20, size=(64, 96))
+    for mode in ("video", "frames"):
+        recipe = Recipe(max_pixels=64 * 64, output_format="meta", video=VideoChoices(mode=mode, num_frames=3))
+        prepare(recipe, video_dir=clips, output_dir=tmp_path / mode)
+        convert_cache(tmp_path / mode, tmp_path / f"{mode}_packed")
+        assert verify_cache(tmp_path / f"{mode}_packed").exit_status == 0
+        assert_same_batches(build_videos, tmp_path / mode, tmp_path / f"{mode}_packed", num_workers=0)
+        convert_cache(tmp_path / f"{mode}_packed", tmp_path / f"{mode}_back", "meta")
+        assert_same_cache(tmp_path / f"{mode}_back", tmp_path / mode)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "says"),
+    [
+        ("extra", [(1, 2)], r"extra is \[\(1, 2\)\], which packed cannot hold"),
+        ("extra", {"a": 1}, "which packed cannot hold"),
+        ("extra", float("nan"), "extra is nan"),
+        ("extra", torch.zeros(2, dtype=torch.complex64), "a tensor of torch.complex64"),
+        ("extra", torch.eye(2).to_sparse(), "sparse"),
+        (3, 4, "a key that is no text"),
+        ("latent", "none", "has neither latent nor video_latents"),
+    ],
+)
+def test_what_would_be_lost_is_refused(tmp_path, key, value, says):
+    source = make_image_cache(tmp_path / "files", {(256, 256): 2})
+    path = next(source.glob("*x*/*"))
+    torch.save({**torch.load(path, weights_only=True), key: value}, path)
+    with pytest.raises(CacheFileError, match=says):
+        convert_cache(source, tmp_path / "packed")
+
+
+def test_kinds_of_numbers_survive(tmp_path):
+    source = make_image_cache(tmp_path / "files", {(256, 256): 1})
+    path = next(source.glob("*x*/*"))
+    odd = {
+        "aspect_ratio": 1,
+        "bucket_id": True,
+        "more": [1, "x", None],
+        "fp8": torch.ones(2).to(torch.float8_e5m2),
+    }
+    torch.save({**torch.load(path, weights_only=True), **odd}, path)
+    convert_cache(source, tmp_path / "packed")
+    convert_cache(tmp_path / "packed", tmp_path / "back", "pt")
+    back = torch.load(tmp_path / "back" / path.relative_to(source), weights_only=True)
+    for name, value in odd.items():
+        assert type(back[name]) is type(value), name
+        assert (back[name] == value) if name != "fp8" else torch.equal(back[name].float(), value.float())
+
+
+def test_two_samples_never_become_one_file(tmp_path):
+    source = make_image_cache(tmp_path / "files", {(256, 256): 2})
+    rows = json.loads((source / "metadata_shard_0000.json").read_text())
+    first, second = (Path(row["cache_file"]) for row in rows)
+    second.rename(first.with_suffix(".meta"))
+    rows[1]["cache_file"] = str(first.with_suffix(".meta"))
+    (source / "metadata_shard_0000.json").write_text(json.dumps(rows))
+    with pytest.raises(ConfigError, match="would be the file of two samples"):
+        convert_cache(source, tmp_path / "pt", "pt")
+    convert_cache(source, tmp_path / "packed")
+    assert [TextToImageDataset(tmp_path / "packed")[i]["prompt"] for i in (0, 1)] == ["sample 0", "sample 1"]
+
+
+def test_a_committed_shard_that_is_gone_is_written_again(tmp_path, monkeypatch):
+    source = make_image_cache(tmp_path / "files", {(256, 256): 6})
+    monkeypatch.setattr("latentry.conversion.USUAL_SHARD_BYTES", 2 * 8192)
+
+    def stop(done, total):
+        if done > 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        convert_cache(source, tmp_path / "packed", on_progress=stop)
+    with pytest.raises(RunError, match="is being converted to; finish that first"):
+        prepare(PACKED, image_dir=EXAMPLES, output_dir=tmp_path / "packed")
+    shards_of(tmp_path / "packed", "latents")[0].unlink()
+    convert_cache(source, tmp_path / "packed")
+    assert verify_cache(tmp_path / "packed").exit_status == 0
 
 
 def test_what_cannot_be_converted_is_said(tmp_path):
@@ -412,6 +547,69 @@ def test_some_rows_of_a_packed_cache(both):
     assert dataset.__getitems__([3])[0]["prompt"] == dataset[3]["prompt"]
 
 
+def test_some_rows_are_told_apart_and_cross_processes(both):
+    datasets = []
+    for part in (slice(0, 5), slice(5, 10)):
+        dataset = TextToImageDataset(both[1])
+        dataset.metadata = dataset.metadata[part]
+        dataset._group_by_bucket()
+        datasets.append(dataset)
+    assert datasets[0].fingerprint != datasets[1].fingerprint
+    copy = pickle.loads(pickle.dumps(datasets[1]))
+    assert (len(copy), copy.fingerprint) == (5, datasets[1].fingerprint)
+    assert_same_items(copy[3], datasets[1][3])
+    assert copy.get_bucket_info() == datasets[1].get_bucket_info()
+    with pytest.raises(ConfigError, match="lack packed_row"):
+        datasets[0].metadata = [{"bucket_resolution": [256, 256]}]
+
+
+def test_what_is_kept_of_items_is_not_the_batchs(both):
+    class InMemory(TextToImageDataset):
+        def __getitem__(self, idx):
+            self.kept = getattr(self, "kept", {})
+            return self.kept.setdefault(idx, super().__getitem__(idx))
+
+    dataset = InMemory(both[1])
+    batch = collate_fn_text_to_image(dataset.__getitems__([0]))
+    batch["image_latents"].zero_()
+    assert dataset[0]["latent"].count_nonzero() > 0
+
+
+def test_a_dataset_of_ones_own_is_served_by_threads_too(both):
+    class Own(BaseMultiresolutionDataset):
+        def __getitem__(self, idx):
+            return {"row": idx}
+
+    dataset = Own(both[1])
+    sampler = SequentialBucketSampler(dataset, base_batch_size=4)
+    loader, _ = build_images(cache_dir=both[1], num_workers=2)
+    config = LoaderConfig(
+        batch_size=4, dp_rank=0, dp_world_size=1, base_resolution=(256, 256), drop_last=True, shuffle=True,
+        dynamic_batch_size=False, num_workers=2, pin_memory=False, prefetch_factor=2, seed=0, device=None,
+        bucket_order="sequential",
+    )  # fmt: skip
+    loader = LatentDataLoader(
+        dataset, sampler, lambda items: {"rows": [item["row"] for item in items]}, config
+    )
+    assert sum(len(batch["rows"]) for batch in loader) == 24
+
+
+@pytest.mark.parametrize("packed_form", [False, True])
+def test_plain_fields_that_are_tensors(tmp_path, packed_form):
+    cache = make_image_cache(tmp_path / "files", {(256, 256): 3})
+    for path in cache.glob("*x*/*"):
+        data = torch.load(path, weights_only=True)
+        data |= {"original_resolution": torch.tensor([7, 8]), "aspect_ratio": torch.tensor(2.5)}
+        torch.save(data, path)
+    if packed_form:
+        convert_cache(cache, tmp_path / "packed")
+        cache = tmp_path / "packed"
+    loader, _ = build_images(cache_dir=cache, batch_size=3, num_workers=0)
+    (batch,) = loader
+    assert batch["metadata"]["original_resolution"].tolist() == [[7, 8]] * 3
+    assert [float(ratio) for ratio in batch["metadata"]["aspect_ratios"]] == [2.5] * 3
+
+
 # ---- damage ---------------------------------------------------------------------------------
 
 
@@ -492,6 +690,12 @@ def test_metadata_that_does_not_fit_the_index(both):
         ({"index": "gone.arrow"}, "is absent"),
         ({"parts": ["latents"]}, "is not the index that metadata.json describes"),
         ({"layouts": [[["latent", "F9", [1], None]]]}, "is damaged"),
+        ({"layouts": [[["latent", "F16", [1 << 40], None]]]}, "is damaged"),
+        ({"layouts": [[["latent", "F16", [-1, 2], None]]]}, "is damaged"),
+        ({"layouts": [[["latent", "F16", [1, 3, 2], 9]]]}, "is damaged"),
+        ({"parts": ["text"]}, "is damaged"),
+        ({"parts": ["latents", "other"]}, "is damaged"),
+        ({"block_rows": 0}, "is damaged"),
         ({"buckets": "none"}, "is damaged"),
     ):
         path.write_text(json.dumps({**metadata, "packed": {**metadata["packed"], **change}}))
@@ -507,6 +711,87 @@ def test_many_blocks(both, tmp_path, monkeypatch):
     convert_cache(both[0], tmp_path / "blocks")
     monkeypatch.setattr(packed, "_BLOCKS_KEPT", 2)
     assert_same_batches(build_images, both[0], tmp_path / "blocks", batch_size=4, num_workers=0)
+
+
+@pytest.mark.parametrize("name", ["x.pt", "x.safetensors"])
+def test_outlines_are_what_the_libraries_load(tmp_path, name):
+    data = {
+        "latent": torch.randn(3, 4).half(), "mask": torch.ones(2, dtype=torch.bool), "prompt": "a cät" * 50, "none": None,
+        "size": (1, 2), "list": [1, -70000, 2**40], "ratio": 0.5, "yes": True, "empty": torch.empty(0, 3),
+    }  # fmt: skip
+    path = tmp_path / name
+    path.write_bytes(b"".join(writer.cache_file_parts(data, path.suffix[1:])))
+    with open(path, "rb") as file:
+        found = read_outline(file.fileno(), path.suffix)
+        assert found is not None
+        for key, value in data.items():
+            if isinstance(value, torch.Tensor):
+                content = os.pread(file.fileno(), found[key].num_bytes, found[key].offset)
+                assert (found[key].dtype, found[key].shape) == (value.dtype, tuple(value.shape))
+                assert content == value.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+            else:
+                assert found[key] == (
+                    list(value) if path.suffix == ".safetensors" and key == "size" else value
+                )
+
+
+class _Calls:
+    def __init__(self, what):
+        self.what = what
+
+    def __reduce__(self):
+        return self.what
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {"x": _Calls((os.system, ("true",)))},
+        {"x": os.system},
+        {"x": torch._neg_view(torch.randn(3))},
+        {"x": torch.arange(6.0).view(2, 3).T},
+        {"x": torch.eye(2).to_sparse()},
+        {"x": {"nested": torch.ones(2)}},
+        {"x": [[1]]},
+        {3: 4},
+        [torch.ones(1)],
+    ],
+)
+def test_outlines_leave_everything_odd_to_torch(tmp_path, odd):
+    torch.save(odd, tmp_path / "x.pt")
+    with open(tmp_path / "x.pt", "rb") as file:
+        assert read_outline(file.fileno(), ".pt") is None
+
+
+def test_damaged_files_have_no_outline_or_a_harmless_one(tmp_path):
+    cache = make_image_cache(tmp_path / "files", {(64, 64): 1})
+    path = next(cache.glob("*x*/*"))
+    content = path.read_bytes()
+    rng = random.Random(1)
+    for _ in range(1500):
+        damaged = bytearray(content)
+        for _ in range(rng.choice([1, 3])):
+            damaged[rng.randrange(len(damaged))] = rng.randrange(256)
+        path.write_bytes(damaged)
+        with open(path, "rb") as file:
+            found = read_outline(file.fileno(), ".pt")
+        for value in (found or {}).values():
+            assert not isinstance(value, Stored) or value.offset + value.num_bytes <= len(content)
+
+
+def test_pipes_and_folders_are_not_waited_for(both):
+    files, cache = both
+    target = TextToImageDataset(files).index.relative_file(0)
+    (files / target).unlink()
+    os.mkfifo(files / target)
+    with pytest.raises(CacheFileError, match="is not a regular file"):
+        TextToImageDataset(files).__getitems__([0])
+    path = shards_of(cache, "latents")[0]
+    path.unlink()
+    path.mkdir()
+    dataset = TextToImageDataset(cache)
+    with pytest.raises(CacheFileError, match="is not a regular file"):
+        [dataset[i] for i in range(len(dataset))]
 
 
 def test_an_unknown_kind_of_tensor_is_refused():

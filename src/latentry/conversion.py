@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -21,12 +22,13 @@ from latentry.cache.index import open_index
 from latentry.cache.metadata import METADATA_NAME, MetadataRows, file_name
 from latentry.cache.packed import PackedIndex
 from latentry.cache.samples import Samples, open_samples
-from latentry.cache.shards import USUAL_SHARD_BYTES
+from latentry.cache.shards import CONTAINER_DTYPES, USUAL_SHARD_BYTES
 from latentry.cache.workspace import Workspace
 from latentry.cache.writer import PACKED, Threads, task_writer
-from latentry.errors import ConfigError, RunError
+from latentry.errors import CacheFileError, ConfigError, RunError
 from latentry.plan import OUTPUT_FORMATS, TASK_SIZE, recipe_fingerprint
 from latentry.records import Commit
+from latentry.storage import content_digest
 
 Row = dict[str, Any]
 _WRITER_THREADS = 4
@@ -67,25 +69,24 @@ def convert_cache(
     if source.resolve() == output.resolve():
         raise ConfigError(f"{output} is the cache itself; convert it into another folder")
     old = _Source(source)
-    plan = {"converted": {"fingerprint": old.fingerprint, "output_format": output_format}}
+    old.check_names(output_format)
+    plan = {"converted": {"source": old.signature, "output_format": output_format}}
     with Workspace.opened(output) as workspace:
         _check_target(workspace, plan, source)
         workspace.begin(plan, overwrite=False)
-        rows: list[Row] = []
+        numbered: list[tuple[int, Row]] = []
         with Threads.running(_WRITER_THREADS) as threads:
             for task_id, bucket, numbers in old.tasks(output_format):
-                if not workspace.is_committed(task_id):
+                if not workspace.holds(task_id):
                     writer = task_writer(output, output_format, bucket, task_id, threads)
                     for number in numbers:
-                        writer.add(*old.sample(number))
+                        writer.add(*old.sample(number, output_format))
                     writer.finish()
                     workspace.commit(Commit(task_id, tuple(writer.rows()), ()))
-                for number, row in zip(numbers, workspace.committed([task_id]), strict=True):
-                    rows.append({**row, "number": old.order(number)})
-                on_progress(len(rows), len(old))
-        rows.sort(key=lambda row: row["number"])
-        for row in rows:
-            del row["number"]
+                orders = [old.order(number) for number in numbers]
+                numbered += zip(orders, workspace.committed([task_id]), strict=True)
+                on_progress(len(numbered), len(old))
+        rows = [row for _, row in sorted(numbered, key=lambda pair: pair[0])]
         workspace.finish(rows, (), old.shard_size, old.header(output_format))
     size = sum(path.stat().st_size for path in output.rglob("*") if path.is_file())
     return ConvertResult(
@@ -111,8 +112,9 @@ class _Source:
         self._index = open_index(cache_dir, aspect_name)
         self._samples: Samples = open_samples(cache_dir, self._index)
         self._metadata: Row = json.loads((cache_dir / METADATA_NAME).read_text(encoding="utf-8"))
-        self.fingerprint = self._index.fingerprint
-        self.shard_size = int(self._metadata.get("shard_size") or 10_000)
+        self.signature = f"{self._index.fingerprint} {content_digest(cache_dir / METADATA_NAME)}"
+        shard_size = self._metadata.get("shard_size")
+        self.shard_size = shard_size if isinstance(shard_size, int) and shard_size > 0 else 10_000
         self._rows: MetadataRows | None = None
         if not isinstance(self._index, PackedIndex):
             self._rows = MetadataRows(cache_dir, self._index.metadata.shards, self._index.shard_lengths)
@@ -130,16 +132,36 @@ class _Source:
                 size = max(1, USUAL_SHARD_BYTES // _latent_bytes(self._samples.load(rows[0])))
             for start in range(0, len(rows), size):
                 part = rows[start : start + size]
-                text = f"{self.fingerprint} {output_format} {shape} {start} {size}"
+                text = f"{self.signature} {output_format} {shape} {start} {size}"
                 task_id = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
                 yield task_id, (shape.width, shape.height), part
 
-    def sample(self, number: int) -> tuple[str, Row, Row]:
+    def check_names(self, output_format: str) -> None:
+        """An error if two samples would get the same file."""
+        seen: dict[tuple[str, str], str] = {}
+        for number in range(len(self) if output_format != PACKED else 0):
+            name = self._name(number)
+            place = (self._index.shape(number).folder, Path(name).stem)
+            if seen.setdefault(place, name) != name:
+                raise ConfigError(
+                    f"{'/'.join(place)} would be the file of two samples, {seen[place]} and {name}; rename one, or "
+                    "convert to packed"
+                )
+
+    def sample(self, number: int, output_format: str) -> tuple[str, Row, Row]:
         """Its name, its row without what is said of where it is stored, and its dictionary."""
         row = self._index.row(number) if isinstance(self._index, PackedIndex) else self._row(number)
         kept = {key: value for key, value in row.items() if key not in _PLACED}
         kept.setdefault("bucket_resolution", row.get("bucket_resolution") or row.get("crop_resolution"))
-        return self._name(number), {"cache_file": "", **kept}, self._samples.load(number)
+        data = self._samples.load(number)
+        for key, value in data.items():
+            if problem := _problem(key, value, output_format):
+                raise CacheFileError(
+                    f"{self._samples.where(number)}: {key} is {problem}, which {output_format} cannot hold"
+                )
+        if not isinstance(data.get("latent", data.get("video_latents")), torch.Tensor):
+            raise CacheFileError(f"{self._samples.where(number)} has neither latent nor video_latents")
+        return self._name(number), {"cache_file": "", **kept}, data
 
     def _row(self, number: int) -> Row:
         assert self._rows is not None
@@ -162,6 +184,29 @@ class _Source:
             header["recipe"] = {**header["recipe"], "output_format": output_format}
             header["fingerprint"] = recipe_fingerprint(header["recipe"])
         return header
+
+
+def _problem(key: Any, value: Any, output_format: str) -> str | None:
+    """What is wrong with an entry of a sample's dictionary; anything odd would be lost or changed on the way."""
+    as_pickle = output_format in ("pt", "meta")
+    if type(key) is not str:
+        return f"under a key that is no text ({key!r})"
+    if isinstance(value, torch.Tensor):
+        known = as_pickle or value.dtype in CONTAINER_DTYPES.values()
+        plain = value.layout == torch.strided and not value.is_neg() and not value.is_conj()
+        return None if known and plain else f"a tensor of {value.dtype}, {value.layout}"
+    return None if _is_plain(value, depth=8 if as_pickle else 1) else f"{value!r}"[:80]
+
+
+def _is_plain(value: Any, depth: int) -> bool:
+    """Texts, numbers, truth values, None, and lists or tuples of them, so many deep."""
+    if isinstance(value, (list, tuple)):
+        return depth > 0 and all(_is_plain(item, depth - 1) for item in value)
+    if isinstance(value, str):
+        return value.encode(errors="replace").decode() == value
+    if isinstance(value, float):
+        return math.isfinite(value)
+    return value is None or isinstance(value, (bool, int))
 
 
 def _latent_bytes(data: Row) -> int:

@@ -19,7 +19,7 @@ from torch.utils.data import Dataset
 from latentry.buckets import MultiTierBucketCalculator, aspect_name
 from latentry.cache.index import CacheIndex, index_of_rows, open_index
 from latentry.cache.memory import BatchMemory
-from latentry.cache.metadata import MetadataRows
+from latentry.cache.metadata import LazyRows, MetadataRows
 from latentry.cache.packed import PackedIndex, PackedRows
 from latentry.cache.samples import FileSamples, PackedSamples, Samples, open_samples
 from latentry.errors import CacheFileError, ConfigError
@@ -29,6 +29,14 @@ logger = logging.getLogger(__name__)
 
 VIDEO_OPTIONAL_FIELDS = {"text_mask": 1, "text_embeddings_2": 2, "text_mask_2": 1, "image_embeds": 2}
 """Tensors that a video file has if its model does, and their dimensions without the batch's."""
+PLAIN_FIELDS = ("original_resolution", "crop_offset", "aspect_ratio", "bucket_id", "prompt", "image_path")
+"""What is a plain value in most caches, and a tensor in some."""
+
+
+class BatchItem(dict[str, Any]):
+    """A sample that was read together with others: its tensors lie beside theirs, and nobody else has them."""
+
+    where: str = "a sample"
 
 
 class BaseMultiresolutionDataset(Dataset[dict[str, Any]], ABC):
@@ -49,6 +57,10 @@ class BaseMultiresolutionDataset(Dataset[dict[str, Any]], ABC):
         self._open()
 
     def _open(self) -> None:
+        self._open_cache()
+        self._group_by_bucket()
+
+    def _open_cache(self) -> None:
         self.index: CacheIndex | PackedIndex = open_index(self.cache_dir, self._aspect_ratio_to_name)
         self.samples: Samples = open_samples(self.cache_dir, self.index)
         self._rows: Sequence[dict[str, Any]]
@@ -56,7 +68,6 @@ class BaseMultiresolutionDataset(Dataset[dict[str, Any]], ABC):
             self._rows = PackedRows(self.cache_dir, self.index)
         else:
             self._rows = MetadataRows(self.cache_dir, self.index.metadata.shards, self.index.shard_lengths)
-        self._group_by_bucket()
 
     @property
     def is_packed(self) -> bool:
@@ -70,26 +81,37 @@ class BaseMultiresolutionDataset(Dataset[dict[str, Any]], ABC):
 
     @metadata.setter
     def metadata(self, rows: Sequence[dict[str, Any]]) -> None:
-        self._rows = list(rows)
+        rows = list(rows)
+        named: Sequence[dict[str, Any]] = rows
         if isinstance(self.samples, PackedSamples):
-            self.samples = self.samples.some([row["packed_row"] for row in self._rows])
-        self.index = index_of_rows(
-            self._rows, self.index.metadata, self.cache_dir, self._aspect_ratio_to_name
-        )
-        if not self.is_packed:
+            try:
+                samples = self.samples.some([row["packed_row"] for row in rows])
+            except KeyError:
+                raise ConfigError(
+                    f"rows given for {self.cache_dir} lack packed_row; take them from the dataset's metadata"
+                ) from None
+            named = [{**row, "cache_file": samples.name(i)} for i, row in enumerate(rows)]
+            self.samples = samples
+        self.index = index_of_rows(named, self.index.metadata, self.cache_dir, self._aspect_ratio_to_name)
+        if isinstance(self.samples, FileSamples):
             self.samples = FileSamples(self.cache_dir, self.index)
+        self._rows = rows
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leaves out what a worker process can open by itself."""
-        if not isinstance(self._rows, (MetadataRows, PackedRows)):
-            return self.__dict__
-        reopened = ("index", "samples", "_rows", "bucket_groups")
+        """Leaves out what another process can open by itself."""
+        reopened = ["index", "samples"]
+        if isinstance(self._rows, LazyRows):
+            reopened += ["_rows", "bucket_groups"]
         return {k: v for k, v in self.__dict__.items() if k not in reopened}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        if "index" not in state:
-            self._open()
+        rows = state.get("_rows")
+        self._open_cache()
+        if rows is not None:
+            self.metadata = rows
+        else:
+            self._group_by_bucket()
 
     def _aspect_ratio_to_name(self, aspect_ratio: float) -> str:
         """``tall``, ``square`` or ``wide``."""
@@ -138,6 +160,10 @@ class BaseMultiresolutionDataset(Dataset[dict[str, Any]], ABC):
     def __getitem__(self, idx: int) -> dict[str, Any]:
         """One sample, ready for its collate function."""
 
+    def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Any]]:
+        """Several samples; subclasses may read them at once."""
+        return [self[idx] for idx in indices]
+
     def _load(self, idx: int) -> CachedSample:
         row = range(len(self))[idx]
         return CachedSample(self, row, self.samples.load(row))
@@ -145,7 +171,7 @@ class BaseMultiresolutionDataset(Dataset[dict[str, Any]], ABC):
     def _load_many(self, indices: Sequence[int], names: Collection[str]) -> list[CachedSample]:
         """Several samples, with these of their tensors, side by side in memory that is used again and again."""
         rows = [range(len(self))[idx] for idx in indices]
-        loaded = self.samples.load_many(rows, names, self.batch_memory)
+        loaded = self.samples.load_many(rows, (*names, *PLAIN_FIELDS), self.batch_memory)
         return [CachedSample(self, row, data) for row, data in zip(rows, loaded, strict=True)]
 
 
@@ -166,6 +192,11 @@ class CachedSample:
     @property
     def file(self) -> str:
         return os.path.join(self._dataset.cache_dir, self._dataset.samples.file(self._row))
+
+    def of_batch(self, item: dict[str, Any]) -> BatchItem:
+        marked = BatchItem(item)
+        marked.where = self.where
+        return marked
 
     def value(self, key: str) -> Any:
         if self.data.get(key) is None:
@@ -227,8 +258,10 @@ class TextToImageDataset(BaseMultiresolutionDataset):
     def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Any]]:
         """A batch at once; its tensors lie side by side, so that collating copies nothing."""
         if type(self).__getitem__ is not TextToImageDataset.__getitem__:
-            return [self[idx] for idx in indices]
-        return [self._item(sample) for sample in self._load_many(indices, self._tensor_names)]
+            return super().__getitems__(indices)
+        return [
+            sample.of_batch(self._item(sample)) for sample in self._load_many(indices, self._tensor_names)
+        ]
 
     @property
     def _tensor_names(self) -> tuple[str, ...]:
@@ -287,9 +320,9 @@ class TextToVideoDataset(BaseMultiresolutionDataset):
     def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Any]]:
         """A batch at once; its tensors lie side by side, so that collating copies nothing."""
         if type(self).__getitem__ is not TextToVideoDataset.__getitem__:
-            return [self[idx] for idx in indices]
+            return super().__getitems__(indices)
         names = ("video_latents", "text_embeddings", *VIDEO_OPTIONAL_FIELDS)
-        return [self._item(sample) for sample in self._load_many(indices, names)]
+        return [sample.of_batch(self._item(sample)) for sample in self._load_many(indices, names)]
 
     def _item(self, sample: CachedSample) -> dict[str, Any]:
         shape = sample.shape

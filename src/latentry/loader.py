@@ -26,6 +26,7 @@ from latentry.cache.memory import BatchMemory
 from latentry.datasets import (
     VIDEO_OPTIONAL_FIELDS,
     BaseMultiresolutionDataset,
+    BatchItem,
     TextToImageDataset,
     TextToVideoDataset,
 )
@@ -102,14 +103,19 @@ def _join(
         if key not in item or item[key].shape != like[key].shape:
             found = f"{list(item[key].shape)}" if key in item else "absent"
             raise CacheFileError(
-                f"{item.get('cache_file', 'a sample')}: {key} is {found}, but {list(like[key].shape)} in "
-                f"{like.get('cache_file', 'another sample')} of the same bucket; a batch must stack"
+                f"{_where(item)}: {key} is {found}, but {list(like[key].shape)} in {_where(like)} of the same "
+                "bucket; a batch must stack"
             )
     tensors = [item[key] for item in batch]
-    together = _already_together(tensors)
+    read_together = all(isinstance(item, BatchItem) for item in batch)
+    together = _already_together(tensors) if read_together else None
     if together is None:
         return join(tensors)
     return together if join is torch.stack else together.flatten(0, 1)
+
+
+def _where(item: Mapping[str, Any]) -> str:
+    return item.where if isinstance(item, BatchItem) else str(item.get("cache_file", "a sample"))
 
 
 def _already_together(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:

@@ -202,6 +202,10 @@ def _check_sizes(recipe: Recipe, quantum: int, frame_step: int) -> None:
 
 def _check_recipe(workspace: Workspace, resolved: ResolvedRecipe) -> None:
     recorded = workspace.recorded_recipe()
+    if recorded is not None and "converted" in recorded:
+        raise RunError(
+            f"{workspace.folder} is where a cache is being converted to; finish that first, or choose another output_dir"
+        )
     if recorded is not None and (differences := resolved.differences(recorded)):
         raise RunError(
             f"{workspace.folder} was made by another recipe: {'; '.join(differences)}; choose another "

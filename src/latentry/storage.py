@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
+import stat
 import uuid
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -71,17 +75,34 @@ def publish(path: Path) -> Iterator[Path]:
 
 def write_parts(path: Path, parts: Iterable[Any]) -> None:
     """A new file of these buffers, one after the other; none is copied on the way."""
-    waiting = [memoryview(part) for part in parts if len(part)]
+    waiting = deque(memoryview(part) for part in parts if len(part))
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
     try:
         while waiting:
-            written = os.writev(descriptor, waiting[:_MOST_AT_ONCE])
+            written = os.writev(descriptor, list(islice(waiting, _MOST_AT_ONCE)))
             while waiting and written >= len(waiting[0]):
-                written -= len(waiting.pop(0))
+                written -= len(waiting.popleft())
             if written:
                 waiting[0] = waiting[0][written:]
     finally:
         os.close(descriptor)
+
+
+def holds(path: Path, parts: Sequence[Any]) -> bool:
+    """Whether the file at this path has exactly these bytes."""
+    if not path.is_file() or path.stat().st_size != sum(len(part) for part in parts):
+        return False
+    with open(path, "rb") as file:
+        return all(file.read(len(part)) == memoryview(part) for part in parts)
+
+
+def open_regular(path: str | Path) -> int:
+    """A descriptor of the file; an ``OSError`` for folders, pipes and devices, which would be waited for."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "it is not a regular file")
+    return descriptor
 
 
 def parts_digest(parts: Sequence[Any]) -> str:

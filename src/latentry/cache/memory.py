@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-_MOST_IDLE = 8
+_MOST_IDLE = 16
 _SMALL_BYTES = 1 << 18
 
 
@@ -38,20 +38,18 @@ class BatchMemory:
             return torch.empty(tuple(shape), dtype=dtype, pin_memory=True)
         if num_bytes < _SMALL_BYTES:
             return torch.empty(tuple(shape), dtype=dtype)
-        flat = torch.from_numpy(self._take(num_bytes))
-        return flat[:num_bytes].view(dtype).view(tuple(shape))
+        return torch.from_numpy(self._take(num_bytes)).view(dtype).view(tuple(shape))
 
     def _take(self, num_bytes: int) -> npt.NDArray[np.uint8]:
         with self._lock:
             idle = [i for i, count in enumerate(_references(self._buffers)) if count <= _WHEN_IDLE]
-            fitting = [i for i in idle if num_bytes <= len(self._buffers[i]) <= 2 * num_bytes]
-            if fitting:
-                return self._buffers[min(fitting, key=lambda i: len(self._buffers[i]))]
-            for i in reversed(idle[:-_MOST_IDLE] if len(idle) > _MOST_IDLE else []):
-                del self._buffers[i]
-            buffer = np.empty(num_bytes, np.uint8)
-            self._buffers.append(buffer)
-            return buffer
+            fitting = [i for i in idle if len(self._buffers[i]) == num_bytes]
+            taken = self._buffers[fitting[0]] if fitting else np.empty(num_bytes, np.uint8)
+            surplus = [i for i in idle if i not in fitting[:1]][:-_MOST_IDLE]
+            self._buffers = [buffer for i, buffer in enumerate(self._buffers) if i not in surplus]
+            if not fitting:
+                self._buffers.append(taken)
+            return taken
 
 
 def _references(buffers: list[npt.NDArray[np.uint8]]) -> list[int]:

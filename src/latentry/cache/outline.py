@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import msgspec
 import torch
 
-from latentry.cache.shards import DTYPES
+from latentry.cache.shards import CONTAINER_DTYPES
 from latentry.cache.writer import PLAIN_VALUES_KEY
 
 _TAIL_BYTES = 1 << 14
@@ -27,6 +27,7 @@ _ENTRY = struct.Struct("<4s6H3I5H2I")
 _LOCAL = struct.Struct("<4s5H3I2H")
 _STORED = 0
 _MOST_HEADER_BYTES = 1 << 24
+_PLAIN = (str, int, float, bool, type(None))
 
 
 class Stored(NamedTuple):
@@ -43,12 +44,20 @@ def read_outline(descriptor: int, suffix: str) -> dict[str, Any] | None:
     try:
         size = os.fstat(descriptor).st_size
         found = _safetensors(descriptor) if suffix == ".safetensors" else _torch(descriptor, size)
-    except (_Unknown, struct.error, IndexError, KeyError, ValueError, TypeError, OverflowError):
+        known = all(type(key) is str and _is_known(value, size) for key, value in found.items())
+    except Exception:  # whatever is odd about a file, the libraries that load it whole have the last word
         return None
-    for value in found.values():
-        if isinstance(value, Stored) and not 0 <= value.offset <= size - value.num_bytes:
-            return None
-    return found
+    return found if known else None
+
+
+def _is_known(value: Any, size: int) -> bool:
+    """A tensor within the file, or a plain value: nothing that only looks like one."""
+    if isinstance(value, Stored):
+        whole = type(value.offset) is int and all(type(side) is int for side in value.shape)
+        return whole and 0 <= value.offset <= size - value.num_bytes
+    if type(value) in (list, tuple):
+        return all(type(item) in _PLAIN for item in value)
+    return type(value) in _PLAIN
 
 
 class _Unknown(Exception):
@@ -71,7 +80,7 @@ def _safetensors(descriptor: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, tensor in header.items():
         start, end = tensor["data_offsets"]
-        dtype = DTYPES[tensor["dtype"]]
+        dtype = CONTAINER_DTYPES[tensor["dtype"]]
         found[name] = _stored(dtype, tuple(tensor["shape"]), 8 + length + start)
         if found[name].num_bytes != end - start:
             raise _Unknown
@@ -81,7 +90,7 @@ def _safetensors(descriptor: int) -> dict[str, Any]:
 def _stored(dtype: torch.dtype, shape: tuple[int, ...], offset: int) -> Stored:
     count = 1
     for side in shape:
-        if not isinstance(side, int) or side < 0:
+        if type(side) is not int or not 0 <= side < 1 << 31:
             raise _Unknown
         count *= side
     return Stored(dtype, shape, offset, count * dtype.itemsize)
@@ -121,7 +130,7 @@ def _torch(descriptor: int, size: int) -> dict[str, Any]:
         raise _Unknown
     offset, num_bytes = contents("data.pkl")
     found = _Contents(os.pread(descriptor, num_bytes, offset), contents).read()
-    if not isinstance(found, dict) or not all(isinstance(key, str) for key in found):
+    if type(found) is not dict:
         raise _Unknown
     return found
 
@@ -139,7 +148,6 @@ class _Global(NamedTuple):
 class _Storage(NamedTuple):
     dtype: torch.dtype
     record: str
-    num_values: int
 
 
 _MARK = _Mark()
@@ -231,25 +239,30 @@ class _Contents:
             stack.append(tuple(self._items()))
         elif op == 0x75:  # SETITEMS
             items = self._items()
-            stack[-1].update(zip(items[::2], items[1::2], strict=True))
+            self._set(items[::2], items[1::2])
         elif op == 0x73:  # SETITEM
             value, key = stack.pop(), stack.pop()
-            stack[-1][key] = value
+            self._set([key], [value])
         elif op in (0x65, 0x61):  # APPENDS, APPEND
             items = self._items() if op == 0x65 else [stack.pop()]
             if not isinstance(stack[-1], list):
                 raise _Unknown
             stack[-1].extend(items)
         elif op == 0x51:  # BINPERSID
-            kind, storage, record, _, count = stack.pop()
+            kind, storage, record, _, _ = stack.pop()
             if kind != "storage":
                 raise _Unknown
-            stack.append(_Storage(_STORAGES[storage], f"data/{record}", count))
+            stack.append(_Storage(_STORAGES[storage], f"data/{record}"))
         elif op == 0x52:  # REDUCE
             arguments, name = stack.pop(), stack.pop()
             stack.append(self._rebuilt(name, arguments))
         else:
             raise _Unknown
+
+    def _set(self, keys: list[Any], values: list[Any]) -> None:
+        if type(self._stack[-1]) is not dict or not all(type(key) is str for key in keys):
+            raise _Unknown
+        self._stack[-1].update(zip(keys, values, strict=True))
 
     def _items(self) -> list[Any]:
         """Everything back to the last mark."""
@@ -263,7 +276,11 @@ class _Contents:
             return {}
         if name != _REBUILD:
             raise _Unknown
-        storage, first, shape, strides, _, hooks = arguments[:6]
+        storage, first, shape, strides, _, hooks = (
+            arguments  # a seventh says that its sign is turned, or worse
+        )
+        if type(storage) is not _Storage or type(first) is not int:
+            raise _Unknown
         expected = 1
         for side, stride in zip(reversed(shape), reversed(strides), strict=True):
             if side != 1 and stride != expected:

@@ -70,7 +70,13 @@ class Entry(msgspec.Struct, frozen=True):
                 data[key] = tensors[key]
                 continue
             value = self.values[key] if key in self.values else row.get(key)
-            data[key] = tuple(value) if key in self.form.tuples and value is not None else value
+            if key in self.form.tuples:
+                if not isinstance(value, list):
+                    raise MetadataError(
+                        f"the index is damaged: {key} of {self.name} is {value!r}, not a pair"
+                    )
+                value = tuple(value)
+            data[key] = value
         return data
 
 
@@ -89,6 +95,8 @@ class Header(msgspec.Struct):
     index: str
     """The index file's name."""
     fingerprint: str
+    block_rows: int
+    """Rows in each of a bucket's blocks, except its last."""
     parts: list[str]
     buckets: list[_Bucket]
     layouts: list[tuple[Layout, ...]]
@@ -162,7 +170,9 @@ def write_index(
             buckets.append(
                 _Bucket(shape.width, shape.height, shape.aspect_name, shape.num_frames, len(numbers))
             )
-    return Header(INDEX_VERSION, path.name, fingerprint, parts, buckets, list(layouts), list(forms))
+    return Header(
+        INDEX_VERSION, path.name, fingerprint, BLOCK_ROWS, parts, buckets, list(layouts), list(forms)
+    )
 
 
 # ---- reading --------------------------------------------------------------------------------
@@ -180,7 +190,8 @@ class PackedIndex:
         )
         counts = [bucket.count for bucket in self._header.buckets]
         self._ends = list(accumulate(counts))
-        self._first_blocks = [0, *accumulate(-(-count // BLOCK_ROWS) for count in counts)]
+        self._block_rows = self._header.block_rows
+        self._first_blocks = [0, *accumulate(-(-count // self._block_rows) for count in counts)]
         self.path = inside(cache_dir, self._header.index)
         self._blocks: OrderedDict[int, _Block] = OrderedDict()
         try:
@@ -253,7 +264,7 @@ class PackedIndex:
     def _find(self, row: int) -> tuple[_Block, int]:
         bucket = bisect_right(self._ends, row)
         inside_bucket = row - (self._ends[bucket - 1] if bucket else 0)
-        number = self._first_blocks[bucket] + inside_bucket // BLOCK_ROWS
+        number = self._first_blocks[bucket] + inside_bucket // self._block_rows
         block = self._blocks.get(number)
         if block is None:
             try:
@@ -263,7 +274,7 @@ class PackedIndex:
             self._blocks[number] = block
             while len(self._blocks) > _BLOCKS_KEPT:
                 self._blocks.popitem(last=False)
-        i = inside_bucket % BLOCK_ROWS
+        i = inside_bucket % self._block_rows
         if i >= block.num_rows:
             raise MetadataError(f"{self.path} is damaged: block {number} has only {block.num_rows} rows")
         return block, i
@@ -322,17 +333,18 @@ class _Block:
 
 def _header(cache_dir: Path, metadata: GlobalMetadata) -> Header:
     path = cache_dir / METADATA_NAME
+    version = (metadata.packed or {}).get("version")
+    if version != INDEX_VERSION:
+        raise MetadataError(f"{path}: the index is of version {version}, not {INDEX_VERSION}")
     try:
         header = msgspec.convert(metadata.packed, Header)
-        if header.version != INDEX_VERSION:
-            raise MetadataError(f"{path}: the index is of version {header.version}, not {INDEX_VERSION}")
         for layout in {layout for layouts in header.layouts for layout in layouts}:
-            _ = layout.num_bytes
-        if any(min(b.width, b.height, b.count) < 1 for b in header.buckets):
+            layout.check()
+        if any(min(b.width, b.height, b.count) < 1 for b in header.buckets) or header.block_rows < 1:
             raise ValueError("a bucket has no size")
-    except (msgspec.ValidationError, KeyError, ValueError) as error:
-        if isinstance(error, MetadataError):
-            raise
+        if "latents" not in header.parts or not set(header.parts) <= set(PARTS):
+            raise ValueError(f"its parts are {header.parts}")
+    except ValueError as error:
         raise MetadataError(f"{path}: what it says of the packed index is damaged: {error}") from None
     return header
 

@@ -24,7 +24,7 @@ from latentry.cache.outline import Stored, read_outline
 from latentry.cache.packed import Entry, PackedIndex, part_of
 from latentry.cache.shards import Layout, Place, checksum
 from latentry.errors import CacheFileError, CacheNotFoundError
-from latentry.storage import KnownFolders, inside
+from latentry.storage import KnownFolders, inside, open_regular
 
 _FILES_KEPT_OPEN = 256
 Dictionary = dict[str, Any]
@@ -81,16 +81,22 @@ class FileSamples:
             relative = self._index.relative_file(row)
             path = self._folders.inside(relative)
             try:
-                descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-            except OSError:
-                load_cache_file(self._cache_dir, relative)  # says what is wrong
-                raise
+                descriptor = open_regular(path)
+            except FileNotFoundError:
+                raise CacheNotFoundError(f"{path} is absent, but the cache's metadata lists it") from None
+            except OSError as error:
+                raise CacheFileError(f"{path} cannot be read: {error.strerror}") from None
             try:
                 data = read_outline(descriptor, os.path.splitext(relative)[1])
                 if data is None:
                     data = load_cache_file(self._cache_dir, relative)
                 for name in names:
-                    if isinstance(value := data.get(name), (Stored, torch.Tensor)):
+                    value = data.get(name)
+                    if isinstance(value, torch.Tensor) and value.layout != torch.strided:
+                        raise CacheFileError(
+                            f"{path}: {name} is {value.layout}; only plain tensors can be served"
+                        )
+                    if isinstance(value, (Stored, torch.Tensor)):
                         room = _room(bases, name, i, len(rows), value, memory)
                         data[name] = room.copy_(value) if isinstance(value, torch.Tensor) else room
                         if isinstance(value, Stored):
@@ -150,6 +156,10 @@ class PackedSamples:
         """Only these of the cache's samples."""
         return PackedSamples(self._shards.cache_dir, self._index, np.array(rows, dtype=np.int64))
 
+    def name(self, row: int) -> str:
+        """What the sample's file is called, where it has or had one."""
+        return self._index.entry(self._row(row)).name
+
     def _row(self, row: int) -> int:
         return row if self._row_numbers is None else int(self._row_numbers[row])
 
@@ -201,16 +211,13 @@ class _Batch:
         self._names = names
         self._bases: dict[str, torch.Tensor] = {}
         self._raw: dict[str, npt.NDArray[np.uint8]] = {}
-        self._shapes: dict[str, tuple[Any, ...]] = {}
         first = next(place for place in places if place is not None) if any(places) else None
         for layout in first.tensors if first else ():
-            kind = (layout.dtype, layout.shape)
             alike = all(place is not None and _has(place, layout) for place in places)
             if layout.name in names and alike and 0 not in layout.shape:
                 base = memory.empty((len(places), *layout.shape), layout.torch_dtype)
                 self._bases[layout.name] = base
                 self._raw[layout.name] = base.view(len(places), -1).view(torch.uint8).numpy()
-                self._shapes[layout.name] = kind
 
     def room(self, i: int, place: Place) -> tuple[dict[str, torch.Tensor], list[Any]]:
         """The tensors of sample ``i``, still empty, and the buffers to read the whole row into."""
@@ -245,7 +252,8 @@ class _File:
     """An open file, closed when nobody uses it any more."""
 
     def __init__(self, path: Path) -> None:
-        self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self.descriptor = open_regular(path)
+        self.size = os.fstat(self.descriptor).st_size
 
     def __del__(self) -> None:
         if hasattr(self, "descriptor"):
@@ -270,6 +278,8 @@ class OpenShards:
     def fill(self, place: Place, buffers: Sequence[Any], *, check: bool = True) -> None:
         """Read a row into these buffers, one after the other."""
         file = self._file(place.file)
+        if place.offset + place.num_bytes > file.size:
+            raise CacheFileError(f"{self._where(place)}: the file ends before the row does; it was cut short")
         waiting = [buffer for buffer in buffers if len(buffer)]
         position = place.offset
         while waiting:

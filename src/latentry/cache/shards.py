@@ -19,19 +19,19 @@ import numpy as np
 import torch
 import xxhash
 
-from latentry.storage import publish, write_parts
+from latentry.storage import holds, publish, write_parts
 
 LEAST_SHARD_BYTES = 1 << 28
 USUAL_SHARD_BYTES = 1 << 29
 _ALIGNMENT = 8
-_PADDING = "padding"
 
-DTYPES = {
+CONTAINER_DTYPES = {
     "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "I32": torch.int32,
-    "I64": torch.int64, "F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64,
+    "I64": torch.int64, "U16": torch.uint16, "U32": torch.uint32, "U64": torch.uint64,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64,
 }  # fmt: skip
 """By the container's names."""
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_NAMES = {dtype: name for name, dtype in CONTAINER_DTYPES.items()}
 
 
 class Layout(msgspec.Struct, frozen=True, array_like=True):
@@ -46,7 +46,7 @@ class Layout(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        return DTYPES[self.dtype]
+        return CONTAINER_DTYPES[self.dtype]
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
@@ -55,6 +55,15 @@ class Layout(msgspec.Struct, frozen=True, array_like=True):
     @property
     def num_bytes(self) -> int:
         return _num_bytes(self)
+
+    def check(self) -> None:
+        """A ``ValueError`` if no tensor can be stored like this."""
+        if self.dtype not in CONTAINER_DTYPES or len(self.shape) > 16:
+            raise ValueError(f"{self.name} is no tensor")
+        if not all(0 <= side < 1 << 31 for side in self.shape) or math.prod(self.shape) >= 1 << 40:
+            raise ValueError(f"{self.name} cannot have the shape {self.shape}")
+        if self.kept is not None and (len(self.shape) < 2 or not 0 <= self.kept <= self.shape[-2]):
+            raise ValueError(f"{self.name} cannot have {self.kept} positions")
 
 
 @functools.lru_cache(maxsize=1 << 16)
@@ -118,8 +127,12 @@ def _trimmed(name: str, tensor: torch.Tensor) -> tuple[Layout, memoryview]:
     return Layout(name, _NAMES[tensor.dtype], tuple(values.shape), kept), memoryview(raw.copy())
 
 
-def write_shard(path: Path, relative: str, rows: Sequence[StoredRow]) -> None:
-    """Publish the rows as one file, and tell each its place."""
+def write_shard(output: Path, names: Iterable[str], rows: Sequence[StoredRow]) -> None:
+    """Publish the rows as one file, under the first name that is free, and tell each its place.
+
+    A file that holds the same already is left as it is; one that holds something else is never written over, because
+    the cache in force may need it.
+    """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     position = 0
     starts = []
@@ -136,16 +149,21 @@ def write_shard(path: Path, relative: str, rows: Sequence[StoredRow]) -> None:
             enter(f"{number}.{layout.name}", layout.dtype, layout.stored_shape, layout.num_bytes)
         gap = -position % _ALIGNMENT
         if gap:
-            enter(f"{number}.{_PADDING}", "U8", [gap], gap)
+            enter(f"padding.{number}", "U8", [gap], gap)
         fillers.append(bytes(gap))
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with publish(path) as draft:
-        contents = (
-            part for row, filler in zip(rows, fillers, strict=True) for part in (*row.contents, filler)
-        )
-        write_parts(draft, [len(text).to_bytes(8, "little"), text, *contents])
+    contents = (part for row, filler in zip(rows, fillers, strict=True) for part in (*row.contents, filler))
+    parts = [len(text).to_bytes(8, "little"), text, *contents]
+    for relative in names:
+        path = output / relative
+        if holds(path, parts):
+            break
+        if not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with publish(path) as draft:
+                write_parts(draft, parts)
+            break
     base = 8 + len(text)
     for number, (row, start) in enumerate(zip(rows, starts, strict=True)):
         row.place = Place(relative, number, base + start, tuple(row.layouts), row.checksum)

@@ -8,6 +8,7 @@ the file, which takes a fraction of a millisecond, and the tensors' bytes are pu
 from __future__ import annotations
 
 import struct
+import sys
 import zlib
 from collections.abc import Iterator
 from typing import Any
@@ -49,11 +50,17 @@ def torch_file_parts(data: dict[str, Any]) -> list[Any]:
 
 
 def _hollow(data: dict[str, Any]) -> dict[str, Any]:
-    """The same dictionary with tensors that hold nothing yet, each in a storage of its own."""
-    return {
-        key: torch.empty(value.shape, dtype=value.dtype) if isinstance(value, torch.Tensor) else value
-        for key, value in data.items()
-    }
+    """The same dictionary with tensors that hold nothing yet, each in a storage of its own.
+
+    Texts that are equal are made one object: a pickle says a text once and then refers to it, so which are
+    one would show in the bytes.
+    """
+    hollow = {}
+    for key, value in data.items():
+        if isinstance(value, torch.Tensor):
+            value = torch.empty(value.shape, dtype=value.dtype)
+        hollow[sys.intern(key)] = sys.intern(value) if type(value) is str else value
+    return hollow
 
 
 class _Outline:

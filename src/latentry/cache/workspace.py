@@ -9,6 +9,7 @@ behind is either committed, and used, or swept away by the next one.
 from __future__ import annotations
 
 import fcntl
+import filecmp
 import json
 import os
 import re
@@ -41,7 +42,7 @@ FORMAT_VERSION = 1
 FAILURES_NAME = "failures.jsonl"
 _WORK = ".latentry"
 _BUCKET_FOLDER = re.compile(r"\d+x\d+")
-_CACHE_FILE = re.compile(r"[0-9a-f]{32}(-\d+\.(latents|text|frames))?\.(meta|pt|safetensors)")
+_CACHE_FILE = re.compile(r"[0-9a-f]{32}((_\d+)?-\d+\.(latents|text|frames))?\.(meta|pt|safetensors)")
 
 Row = dict[str, Any]
 T = TypeVar("T")
@@ -58,11 +59,6 @@ class _OurRow(msgspec.Struct):
     source_digest: str
     prompt: str
     bucket_resolution: tuple[int, int]
-    file_bytes: int | None = None
-    """Of its own file, if it has one."""
-    file_digest: str | None = None
-    packed: Entry | None = None
-    """Its place in shards, if it has no file."""
     num_frames: int | None = None
 
 
@@ -192,11 +188,7 @@ class Workspace:
         for row in rows:
             try:
                 ours = msgspec.convert(row, _OurRow)
-                if ours.packed is not None:
-                    there = check_places(self.folder, ours.packed, sizes)
-                else:
-                    there = cache_file_of(self.folder, row).stat().st_size == ours.file_bytes
-                if there:
+                if self._in_place(row, sizes):
                     usable[ours.sample_name] = row
             except (msgspec.ValidationError, OSError):
                 continue
@@ -210,8 +202,19 @@ class Workspace:
             for row in _decode(self._commits / f"{task_id}.json", _CommitFile).rows
         ]
 
-    def is_committed(self, task_id: str) -> bool:
-        return (self._commits / f"{task_id}.json").is_file()
+    def holds(self, task_id: str) -> bool:
+        """Whether the task is committed, and all its files are in place."""
+        if not (self._commits / f"{task_id}.json").is_file():
+            return False
+        sizes: dict[str, int] = {}
+        return all(self._in_place(row, sizes) for row in self.committed([task_id]))
+
+    def _in_place(self, row: Row, sizes: dict[str, int]) -> bool:
+        """Whether the row's file is there, with as many bytes as were written."""
+        if PACKED in row:
+            return check_places(self.folder, msgspec.convert(row[PACKED], Entry), sizes)
+        path = cache_file_of(self.folder, row)
+        return path.is_file() and path.stat().st_size == row.get("file_bytes")
 
     def failed_before(self) -> set[str]:
         """Names of inputs that failed in an earlier run, finished or stopped."""
@@ -307,12 +310,18 @@ class Workspace:
         """The index of a packed cache, under a name that the metadata in force does not use."""
         finished = self._finished()
         in_force = (finished.packed or {}).get("index") if finished else None
+        if in_force not in ("index.arrow", "index_b.arrow") or not (self.folder / in_force).is_file():
+            in_force = None
         path = self.folder / ("index_b.arrow" if in_force == "index.arrow" else "index.arrow")
         named = [{**row, "cache_file": row[PACKED]["name"]} for row in rows]
         index = index_of_rows(named, GlobalMetadata(shards=[]), self.folder, aspect_name)
         groups = zip(index.shapes, index.rows_by_shape(), strict=True)
         try:
-            return write_index(path, rows, list(groups), index.fingerprint)
+            header = write_index(path, rows, list(groups), index.fingerprint)
+            if in_force and filecmp.cmp(path, self.folder / in_force, shallow=False):
+                path.unlink()  # nothing has changed: the same command leaves the same cache
+                header.index = in_force
+            return header
         except OSError as error:
             raise RunError(f"{path} cannot be written: {error.strerror}") from None
 

@@ -30,6 +30,7 @@ from latentry.storage import parts_digest, publish, write_parts
 PACKED = "packed"
 PLAIN_VALUES_KEY = "latentry"
 _ADDS_WAITING = 32
+_NAME_SUFFIXES = ("", *(f"_{again}" for again in range(1, 1000)))
 
 Row = dict[str, Any]
 
@@ -154,6 +155,7 @@ class PackedWriter:
         self._samples: list[_PackedSample] = []
         self._piles: dict[str, list[StoredRow]] = {}
         self._texts: dict[tuple[Any, ...], StoredRow] = {}
+        self._sizes: Counter[str] = Counter()
         self._num_shards: Counter[str] = Counter()
         self._finished = False
 
@@ -183,28 +185,30 @@ class PackedWriter:
         parts = {}
         for part, values in tensors.items():
             new = StoredRow(values)
-            same = (data.get("prompt"), new.checksum, *new.layouts)
+            same = (str(data.get("prompt")), new.checksum, *new.layouts)
             parts[part] = self._texts.setdefault(same, new) if part == "text" else new
             if parts[part] is new:
                 self._piles.setdefault(part, []).append(new)
+                self._sizes[part] += new.num_bytes
                 self._write_full(part)
         plain = {key: value for key, value in data.items() if not isinstance(value, torch.Tensor)}
         form = Form(tuple(data), tuple(key for key, value in plain.items() if isinstance(value, tuple)))
         plain = json.loads(json.dumps(plain))
-        extra = {key: value for key, value in plain.items() if key not in row or row[key] != value}
+        extra = {key: value for key, value in plain.items() if not _same(row, key, value)}
         self._samples.append(_PackedSample(name, row, parts, form, extra))
 
     def _write_full(self, part: str) -> None:
         """Write a shard of the usual size once so much is there that the rest will not be too small for one."""
-        pile = self._piles[part]
-        if sum(stored.num_bytes for stored in pile) < USUAL_SHARD_BYTES + LEAST_SHARD_BYTES:
+        if self._sizes[part] < USUAL_SHARD_BYTES + LEAST_SHARD_BYTES:
             return
+        pile = self._piles[part]
         size = count = 0
         while size < USUAL_SHARD_BYTES:
             size += pile[count].num_bytes
             count += 1
         self._write(part, pile[:count])
         self._piles[part] = pile[count:]
+        self._sizes[part] -= size
 
     def _write_rest(self) -> None:
         for part, pile in self._piles.items():
@@ -213,12 +217,20 @@ class PackedWriter:
         self._piles.clear()
 
     def _write(self, part: str, pile: list[StoredRow]) -> None:
-        relative = f"{self._folder}/{self._stem}-{self._num_shards[part]}.{part}.safetensors"
+        number = self._num_shards[part]
         self._num_shards[part] += 1
+        names = (
+            f"{self._folder}/{self._stem}{again}-{number}.{part}.safetensors" for again in _NAME_SUFFIXES
+        )
         try:
-            write_shard(self._output / relative, relative, pile)
+            write_shard(self._output, names, pile)
         except OSError as error:
-            raise _unwritable(self._output / relative, error) from None
+            raise _unwritable(self._output / self._folder, error) from None
+
+
+def _same(row: Row, key: str, value: Any) -> bool:
+    """Whether the row says just this, down to the kind of number."""
+    return key in row and repr(row[key]) == repr(value)
 
 
 class _PackedSample(NamedTuple):
