@@ -77,6 +77,23 @@ def test_text_encoders(family, flux_folder, wan_folder):
     assert_close(encoder(tokens, mask) * shown, model(tokens, mask).last_hidden_state * shown)
 
 
+@torch.inference_mode()
+def test_text_encoders_in_float16_do_not_overflow(flux_folder):
+    """Large models overflow float16 unless the sum of their layers is kept in float32, as transformers does."""
+    from transformers import T5EncoderModel
+
+    model = T5EncoderModel.from_pretrained(
+        flux_folder, subfolder="text_encoder_2", dtype=torch.float16
+    ).eval()
+    for block in model.encoder.block:
+        wo = block.layer[-1].DenseReluDense.wo
+        wo.to(torch.float32).weight.mul_(3e4)
+    tokens = torch.randint(0, 30, (2, 20), generator=torch.Generator().manual_seed(3))
+    mine, reference = TextEncoder(model)(tokens), model(tokens).last_hidden_state
+    assert torch.isfinite(mine).all()
+    assert (mine.float() - reference.float()).abs().max() < 0.02 * reference.abs().max()
+
+
 @pytest.fixture(scope="module")
 def wan_folder(tmp_path_factory):
     return make_wan_pipeline(tmp_path_factory.mktemp("wan"))
@@ -143,6 +160,18 @@ def test_processors_give_the_same_with_and_without(family, flux_folder, wan_fold
     assert arranged.enable_tiling()
     mine, reference = arranged.encode_pixels(pixels, None), plain.encode_pixels(pixels, None)
     assert (mine.float() - reference.float()).abs().max() <= 2e-3 * reference.abs().max(), "one tile"
+
+
+@torch.inference_mode()
+def test_hunyuan_takes_several_clips_at_once(hunyuan_folder):
+    """Its own VAE does not: the mask in its attention is for one."""
+    hunyuan = processor_class("hunyuan")(str(hunyuan_folder), CPU, torch.float32)
+    clips = torch.randint(
+        0, 256, (2, 3, 5, 32, 48), dtype=torch.uint8, generator=torch.Generator().manual_seed(5)
+    )
+    both = hunyuan.encode_pixels(clips, None)
+    assert torch.equal(both, torch.cat([hunyuan.encode_pixels(clip[None], None) for clip in clips]))
+    assert hunyuan.decode_latents(both).shape == clips.shape
 
 
 KERNELS = """

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import io
+import struct
 
 import numpy as np
 import pytest
@@ -214,6 +215,34 @@ def exif_with(orientation: int, padding: int = 0, motorola: bool = False) -> byt
     exif[0x0112] = orientation
     exif[0x010F] = "maker" + "x" * padding
     return exif.tobytes()
+
+
+def exif_block(kind: int, count: int, value: bytes, magic: bytes = b"II*\0") -> bytes:
+    """Exif data with nothing but an orientation, of any kind."""
+    entry = struct.pack("<HHI", 0x0112, kind, count) + value.ljust(4, b"\0")
+    return b"Exif\0\0" + magic + struct.pack("<IH", 8, 1) + entry + b"\0" * 4
+
+
+ODD_ORIENTATIONS = {
+    "long": exif_block(4, 1, b"\6"),
+    "byte": exif_block(1, 1, b"\6"),
+    "none": exif_block(3, 0, b"\6"),
+    "several": exif_block(3, 2, b"\6"),
+    "magic": exif_block(3, 1, b"\6", magic=b"II\0*"),
+    "doubled": b"Exif\0\0" + exif_block(3, 1, b"\6"),
+    "short": exif_block(3, 1, b"\6")[:20],
+}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:PIL")
+@pytest.mark.parametrize("name", ODD_ORIENTATIONS)
+def test_odd_orientations_are_left_to_pillow(name, tmp_path):
+    path = tmp_path / "x.jpg"
+    path.write_bytes(jpeg(exif=ODD_ORIENTATIONS[name]))
+    assert jpeg_header(path) is None
+    with Image.open(path) as image:
+        turned = image.getexif().get(0x0112, 1) in (5, 6, 7, 8)
+    assert probe_image(path) == ((30, 40) if turned else (40, 30))
 
 
 XMP = b'<x:xmpmeta xmlns:x="adobe:ns:meta/" tiff:Orientation="6"/>'

@@ -643,3 +643,132 @@ def test_a_second_run_into_the_same_folder_is_refused(photos, tmp_path):
         os.kill(first.pid, signal.SIGCONT)
         first.communicate(timeout=60)
     assert first.returncode == 0
+
+
+# ---- the pipeline ---------------------------------------------------------------------------
+
+
+def test_latents_and_texts_of_nan_stop_the_run_after_a_hundred(photos, tmp_path, monkeypatch):
+    from latentry.processors.tiny import TinyProcessor
+
+    for path in list(photos.rglob("*.jpg"))[:1]:
+        for i in range(20):
+            shutil.copy(path, path.with_name(f"copy_{i:03d}.jpg"))
+    monkeypatch.setattr("latentry.encode.MAX_FAILURES_IN_A_ROW", 15)
+    with monkeypatch.context() as patch:
+        encode = TinyProcessor.encode_pixels
+        patch.setattr(TinyProcessor, "encode_pixels", lambda self, *a: encode(self, *a) * float("nan"))
+        with pytest.raises(RunError, match=r"15 inputs in a row failed.*latent holds NaN"):
+            prepare(SMALL, image_dir=photos, output_dir=tmp_path / "latents")
+    texts = TinyProcessor.encode_texts
+
+    def one_bad(self, captions):
+        columns = texts(self, captions)
+        columns["prompt_embeds"][[i for i, text in enumerate(captions) if "rocket" in text]] = float("nan")
+        return columns
+
+    monkeypatch.setattr(TinyProcessor, "encode_texts", one_bad)
+    result = prepare(SMALL, image_dir=photos, output_dir=tmp_path / "texts")
+    assert {failure.reason for failure in result.failures} == {
+        "its caption's embedding holds NaN or infinite values; try --dtype float32"
+    }
+    assert len(result.failures) == 2
+
+
+def test_captions_are_let_go_one_by_one():
+    from latentry.encode import _Texts
+    from latentry.processors.tiny import TinyProcessor
+    from latentry.records import Caption, PlannedSample, SourceFile
+
+    samples = [
+        PlannedSample(SourceFile(f"{i}.jpg", 1, 1), Caption(f"number {i % 40}", "txt"), 64, 64, 0, (64, 64))
+        for i in range(80)
+    ]
+    texts = _Texts(TinyProcessor("embedded", torch.device("cpu"), torch.float32), samples)
+    for sample in samples[:40]:
+        texts.take(sample.caption.text)
+    assert len(texts._encoded) == 40
+    for sample in samples[40:]:
+        texts.drop(sample.caption.text)
+    assert not texts._encoded
+
+
+def test_readers_use_one_thread_each_and_the_caller_keeps_its_own():
+    from latentry.encode import _single_threads
+
+    before = torch.get_num_threads()
+    with _single_threads(3) as pool:
+
+        def work(_):
+            torch.nn.functional.interpolate(torch.rand(1, 3, 256, 256), size=(64, 64), mode="bicubic")
+            return torch.get_num_threads()
+
+        assert list(pool.map(work, range(6))) == [1] * 6
+    assert torch.get_num_threads() == before
+
+
+def test_nothing_is_written_after_a_run_has_failed(photos, tmp_path, monkeypatch):
+    from latentry.cache import writer
+
+    parts = writer.cache_file_parts
+
+    def slow(*arguments):
+        time.sleep(0.2)
+        return parts(*arguments)
+
+    monkeypatch.setattr(writer, "cache_file_parts", slow)
+
+    def fail(progress):
+        if progress.phase == "encode" and progress.done > 3:
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        prepare(SMALL, image_dir=photos, output_dir=tmp_path / "cache", on_progress=fail)
+    before = sorted((tmp_path / "cache").rglob("*"))
+    time.sleep(0.6)
+    assert sorted((tmp_path / "cache").rglob("*")) == before
+
+
+def test_stopping_a_plan_does_not_wait_for_all_headers(tmp_path, monkeypatch):
+    from latentry.media.kinds import Images
+
+    (tmp_path / "photos").mkdir()
+    for i in range(2000):
+        (tmp_path / "photos" / f"{i}.jpg").touch()
+    probed = []
+    monkeypatch.setattr(
+        Images,
+        "probe",
+        lambda self, path: (
+            probed.append(path)
+            or time.sleep(0.001)
+            or (_ for _ in ()).throw(latentry.errors.MediaError("is odd"))
+        ),
+    )
+
+    def stop(progress):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        prepare(SMALL, image_dir=tmp_path / "photos", output_dir=tmp_path / "cache", on_progress=stop)
+    assert len(probed) < 1500
+
+
+@pytest.mark.slow
+def test_a_worker_that_is_killed_in_mid_report_is_noticed(photos, tmp_path):
+    """With two workers on the CPU; the parent is slow, so that their reports pile up."""
+    code = f"""
+import os, signal, time
+import multiprocessing
+from latentry import Recipe, prepare
+def slow(progress):
+    if progress.phase == "encode":
+        for child in multiprocessing.active_children():
+            os.kill(child.pid, signal.SIGKILL)
+if __name__ == "__main__":
+    prepare(Recipe(max_pixels=128 * 128), image_dir={str(photos)!r}, output_dir={str(tmp_path / "cache")!r}, devices="cpu,cpu", on_progress=slow)
+"""
+    script = tmp_path / "run.py"
+    script.write_text(code)
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120)
+    assert "died (exit code -9); what is committed is kept" in done.stderr

@@ -37,7 +37,7 @@ def main(arguments: Sequence[str] | None = None, prog: str = "latentry") -> int:
         parser.error("name a command: image, video, verify, convert, processors")
     warnings.filterwarnings("ignore", module="PIL")  # what a picture's header has wrong is no news here
     try:
-        signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+        signal.signal(signal.SIGTERM, _interrupt)
         status: int = options.run(options)
         return status
     except LatentryError as error:
@@ -49,6 +49,10 @@ def main(arguments: Sequence[str] | None = None, prog: str = "latentry") -> int:
             file=sys.stderr,
         )
         return 130
+
+
+def _interrupt(*_: object) -> NoReturn:
+    raise KeyboardInterrupt
 
 
 # ---- arguments ------------------------------------------------------------------------------
@@ -179,7 +183,7 @@ def _add_common(parser: argparse.ArgumentParser, where: Any, *, preset: str, out
         how,
         "--batch_size",
         type=int,
-        help="samples encoded together (default: by the GPU's free memory; 1 on a CPU and for clips)",
+        help="samples encoded together (default: by the GPU's memory; 1 on a CPU and for clips)",
     )
     _flag(how, "--shard_size", type=int, default=10_000, help="samples per metadata shard")
     _flag(how, "--verify", action="store_true", help="decode every latent again and report how close it is")

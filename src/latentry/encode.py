@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -32,7 +32,7 @@ from latentry.media.kinds import Cut
 from latentry.order import derived_key
 from latentry.plan import ResolvedRecipe
 from latentry.processors import Columns, Fields, Processor
-from latentry.processors.gpu.fused import free_bytes
+from latentry.processors.gpu.fused import free_bytes, share_of_memory
 from latentry.records import Bucket, Commit, Failure, PlannedSample, Task
 from latentry.storage import content_digest
 
@@ -49,7 +49,7 @@ _TASKS_CLOSING = 2
 _WRITER_THREADS = 8
 _BATCH_PIXELS = 16 << 20
 _MOST_IN_BATCH = 64
-_MEMORY_SHARE = 0.5
+_BYTES_AHEAD = 1 << 32
 _SWITCH_INTERVAL_S = 1e-4
 
 
@@ -92,7 +92,7 @@ class _Queued:
     latents: torch.Tensor
     problems: torch.Tensor
     extras: Columns
-    texts: Sequence[Fields]
+    texts: Sequence[_Text]
     psnrs: Sequence[float | None]
     ready: torch.cuda.Event | None
 
@@ -110,14 +110,26 @@ def in_halves(call: Callable[[Any], Columns], batch: Any) -> Columns:
     try:
         return call(batch)
     except torch.OutOfMemoryError:
-        torch.cuda.empty_cache()
         if len(batch) == 1:
             raise RunError(
                 "the device's memory is too small for a single sample; use a larger device"
             ) from None
-        half = len(batch) // 2
-        first, second = in_halves(call, batch[:half]), in_halves(call, batch[half:])
-        return {key: torch.cat([column, second[key]]) for key, column in first.items()}
+    # Only now: while an exception is handled it keeps what was computed so far in memory.
+    torch.cuda.empty_cache()
+    half = len(batch) // 2
+    first, second = in_halves(call, batch[:half]), in_halves(call, batch[half:])
+    return {key: torch.cat([column, second[key]]) for key, column in first.items()}
+
+
+class _Text(NamedTuple):
+    """A caption's fields, and for each that has fractions whether all are finite; on their way to main memory."""
+
+    fields: Fields
+    flags: Sequence[torch.Tensor]
+
+    @property
+    def is_finite(self) -> bool:
+        return all(bool(flag) for flag in self.flags)
 
 
 class _Texts:
@@ -127,18 +139,32 @@ class _Texts:
         self._processor = processor
         self._uses = Counter(sample.caption.text for sample in samples)
         self._waiting = list(self._uses)
-        self._encoded: dict[str, Fields] = {}
+        self._encoded: dict[str, _Text] = {}
 
-    def fields(self, caption: str) -> Fields:
-        """The caption's fields, on their way to main memory."""
+    def take(self, caption: str) -> _Text:
+        """What a sample with this caption gets."""
         while caption not in self._encoded:
             batch, self._waiting = self._waiting[:TEXT_BATCH_SIZE], self._waiting[TEXT_BATCH_SIZE:]
             columns = in_halves(self._processor.encode_texts, batch)
-            columns = {key: to_host(column) for key, column in columns.items()}
+            flags = [to_host(_finite(column)) for column in columns.values() if column.is_floating_point()]
             for i, text in enumerate(batch):
-                self._encoded[text] = {key: column[i : i + 1] for key, column in columns.items()}
+                # Each in memory of its own: one that is kept does not keep the others.
+                fields = {key: to_host(column[i : i + 1]) for key, column in columns.items()}
+                self._encoded[text] = _Text(fields, [flag[i] for flag in flags])
+        taken = self._encoded[caption]
+        self.drop(caption)
+        return taken
+
+    def drop(self, caption: str) -> None:
+        """One sample with this caption less is to come."""
         self._uses[caption] -= 1
-        return self._encoded[caption] if self._uses[caption] else self._encoded.pop(caption)
+        if not self._uses[caption]:
+            self._encoded.pop(caption, None)
+
+
+def _finite(column: torch.Tensor) -> torch.Tensor:
+    """For each row whether its numbers are finite."""
+    return torch.isfinite(column.flatten(1)).all(dim=1)
 
 
 class TaskRunner:
@@ -211,7 +237,7 @@ class TaskRunner:
         """As asked for; else one on a CPU, where batching gains nothing and a latent alone is its pipeline's.
 
         One for clips, too, which keep any device busy. Pictures are so many that a GPU is used well, a power of
-        two, and no more than half of its free memory is known to hold.
+        two, and no more than a share of its memory is known to hold.
         """
         if self._batch_size is not None:
             return self._batch_size
@@ -219,9 +245,10 @@ class TaskRunner:
         if self._device.type == "cpu" or (num_frames or 1) > 1:
             return 1
         most = min(_MOST_IN_BATCH, max(1, _BATCH_PIXELS // (width * height)))
-        need = self._processor.bytes_needed(torch.empty(1, 3, height, width, device="meta"))
+        shape = (1, 3, height, width) if num_frames is None else (1, 3, num_frames, height, width)
+        need = self._processor.bytes_needed(torch.empty(shape, device="meta"))
         if need:
-            most = min(most, max(1, int(free_bytes(self._device) * _MEMORY_SHARE) // need))
+            most = min(most, max(1, int(share_of_memory(self._device)) // need))
         return 1 << (most.bit_length() - 1)
 
     def _batches(
@@ -234,9 +261,7 @@ class TaskRunner:
         batch: list[_Decoded] = []
         exhausted = False
         while True:
-            while not exhausted and (
-                not ahead or num_ahead < 2 * ahead[0].running.batch_size + self._num_threads
-            ):
+            while not exhausted and (not ahead or num_ahead < self._most_ahead(ahead[0].running)):
                 reading = next(source, None)
                 if reading is None:
                     exhausted = True
@@ -259,6 +284,12 @@ class TaskRunner:
                 yield running, batch[: running.batch_size]
                 batch = batch[running.batch_size :]
 
+    def _most_ahead(self, running: _Running) -> int:
+        """Samples to read ahead: enough for all readers, and no more than fit in some gigabytes."""
+        width, height, num_frames = running.task.bucket
+        fitting = _BYTES_AHEAD // (3 * width * height * (num_frames or 1))
+        return max(2, min(2 * running.batch_size + self._num_threads, fitting))
+
     def _files(
         self, tasks: Iterable[Task], readers: ThreadPoolExecutor, writers: Threads
     ) -> Iterator[_Reading]:
@@ -274,9 +305,9 @@ class TaskRunner:
         if isinstance(result, str):
             for sample in reading.samples:
                 self._fail(sample, result, reading.running.failures)
-            self._count_bad_file(reading.running.task, reading.samples[0].file.name, result)
+                reading.running.texts.drop(sample.caption.text)
+            self._count_failure(reading.running.task, reading.samples[0].file.name, result)
             return []
-        self._failures_in_a_row = 0
         return result
 
     def _decode(self, group: Sequence[PlannedSample]) -> list[_Decoded] | str:
@@ -291,12 +322,14 @@ class TaskRunner:
             return str(error)
         except OSError as error:
             return f"cannot be read: {error.strerror}"
+        except MemoryError:
+            return "needs more memory than there is"
 
     def _fail(self, sample: PlannedSample, reason: str, failures: list[Failure]) -> None:
         failures.append(Failure(sample.name, reason))
         self._on_outcome(Outcome(sample.name, failure=reason))
 
-    def _count_bad_file(self, task: Task, name: str, reason: str) -> None:
+    def _count_failure(self, task: Task, name: str, reason: str) -> None:
         self._failures_in_a_row += not task.retry
         if self._failures_in_a_row >= MAX_FAILURES_IN_A_ROW:
             raise RunError(
@@ -315,7 +348,7 @@ class TaskRunner:
         cuts = [decoded.cut.pixels for decoded in batch]
         pixels = torch.empty((len(cuts), *cuts[0].shape), dtype=torch.uint8, pin_memory=on_gpu)
         torch.stack(cuts, out=pixels)
-        texts = [running.texts.fields(decoded.sample.caption.text) for decoded in batch]
+        texts = [running.texts.take(decoded.sample.caption.text) for decoded in batch]
         latents = self._encode_pixels(batch, pixels.to(self._device, non_blocking=True))
         extras: Columns = {}
         if self._recipe.video is None or self._recipe.video.mode == "video":
@@ -330,7 +363,7 @@ class TaskRunner:
         ready = None
         if on_gpu:
             ready = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-            ready.record()
+            ready.record(torch.cuda.current_stream(self._device))
         return _Queued(running, batch, latents, problems, extras, texts, psnrs, ready)
 
     def _land(self, queued: _Queued, closing: deque[_Running]) -> None:
@@ -344,11 +377,15 @@ class TaskRunner:
             queued.ready.synchronize()
         for i, decoded in enumerate(queued.samples):
             problem = problem_of_flags(queued.problems[i], queued.latents[i])
+            if problem is None and not queued.texts[i].is_finite:
+                problem = "its caption's embedding holds NaN or infinite values; try --dtype float32"
             if problem:
                 self._fail(decoded.sample, problem, running.failures)
+                self._count_failure(running.task, decoded.sample.name, problem)
                 continue
+            self._failures_in_a_row = 0
             extra = {key: column[i : i + 1] for key, column in queued.extras.items()}
-            data = self._cache_data(decoded, queued.latents[i], {**queued.texts[i], **extra})
+            data = self._cache_data(decoded, queued.latents[i], {**queued.texts[i].fields, **extra})
             row = metadata_row(decoded.sample, data, decoded.digest)
             running.writer.add(self._name(decoded), row, data)
             self._on_outcome(Outcome(decoded.sample.name, psnr_db=queued.psnrs[i]))
@@ -358,28 +395,27 @@ class TaskRunner:
         seeds = None
         if self._recipe.stochastic:
             seeds = [derived_key(self._recipe.seed, "latent", d.sample.name, d.digest) for d in batch]
-        try:
-            if not self._tiled and self._processor.bytes_needed(pixels) > free_bytes(self._device):
-                raise torch.OutOfMemoryError
-            return self._processor.encode_pixels(pixels, seeds)
-        except torch.OutOfMemoryError:
-            torch.cuda.empty_cache()
-            if len(batch) > 1:
-                half = len(batch) // 2
-                parts = (
-                    self._encode_pixels(batch[part], pixels[part])
-                    for part in (slice(half), slice(half, None))
-                )
-                return torch.cat(list(parts))
-            self._tiled = True
-            if not self._processor.enable_tiling():
-                raise RunError(
-                    f"the device's memory is too small for {batch[0].sample.name}; take a smaller resolution or fewer frames"
-                ) from None
-            logger.warning(
-                "the device's memory is too small to encode whole samples: going on in tiles, more slowly"
+        if self._tiled or self._processor.bytes_needed(pixels) <= free_bytes(self._device):
+            try:
+                return self._processor.encode_pixels(pixels, seeds)
+            except torch.OutOfMemoryError:
+                pass  # what was computed so far is let go when this block is left
+        torch.cuda.empty_cache()
+        if len(batch) > 1:
+            half = len(batch) // 2
+            parts = (
+                self._encode_pixels(batch[part], pixels[part]) for part in (slice(half), slice(half, None))
             )
-            return self._encode_pixels(batch, pixels)
+            return torch.cat(list(parts))
+        self._tiled = True
+        if not self._processor.enable_tiling():
+            raise RunError(
+                f"the device's memory is too small for {batch[0].sample.name}; take a smaller resolution or fewer frames"
+            )
+        logger.warning(
+            "the device's memory is too small to encode whole samples: going on in tiles, more slowly"
+        )
+        return self._encode_pixels(batch, pixels)
 
     def _name(self, decoded: _Decoded) -> str:
         """The sample's name in the cache: another one if anything that decides its bytes is another."""
@@ -401,7 +437,7 @@ class TaskRunner:
             self._processor.info,
             mode=self._recipe.video.mode,
             deterministic=not self._recipe.stochastic,
-            first_frame=cut.pixels[:, 0].permute(1, 2, 0),
+            first_frame=cut.pixels[:, 0].permute(1, 2, 0).contiguous(),  # not the whole clip
             source_frame=cut.source_frame,
         )
 
@@ -409,16 +445,27 @@ class TaskRunner:
 def _single_threads(count: int) -> ThreadPoolExecutor:
     """Threads in which torch uses no further ones: there is one for each core already.
 
-    Torch keeps that number for each thread, but also one for all of a library's; so all of them are started first,
-    and the calling thread's number is set again at the end.
+    Torch takes a thread's number from a common one when the thread first asks for it, so each sets it and asks;
+    then the common one is set again for the calling thread.
     """
     usual = torch.get_num_threads()
-    pool = ThreadPoolExecutor(count, initializer=torch.set_num_threads, initargs=(1,))
     started = threading.Barrier(count + 1)
-    for _ in range(count):
-        pool.submit(started.wait)
-    started.wait()
-    torch.set_num_threads(usual)
+
+    def start() -> None:
+        torch.set_num_threads(1)
+        torch.get_num_threads()
+
+    pool = ThreadPoolExecutor(count, initializer=start)
+    try:
+        for _ in range(count):
+            pool.submit(started.wait)
+        started.wait()
+    except BaseException:
+        started.abort()
+        pool.shutdown(wait=False)
+        raise
+    finally:
+        torch.set_num_threads(usual)
     return pool
 
 

@@ -303,13 +303,17 @@ def _probe(
 
     parts = [waiting[i : i + _PROBE_CHUNK] for i in range(0, len(waiting), _PROBE_CHUNK)]
     with ThreadPoolExecutor(_PROBE_THREADS) as pool:
-        probed = chain.from_iterable(pool.map(probe_all, parts))
-        for count, ((file, caption), extent) in enumerate(zip(waiting, probed, strict=True), start=1):
-            if isinstance(extent, str):
-                skipped.append(Failure(file.name, extent))
-            else:
-                readable.append((file, caption, extent))
-            on_progress(count)
+        try:
+            probed = chain.from_iterable(pool.map(probe_all, parts))
+            for count, ((file, caption), extent) in enumerate(zip(waiting, probed, strict=True), start=1):
+                if isinstance(extent, str):
+                    skipped.append(Failure(file.name, extent))
+                else:
+                    readable.append((file, caption, extent))
+                on_progress(count)
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
     buckets = choose_buckets([(extent.width, extent.height) for *_, extent in readable])
     samples = [
         PlannedSample(

@@ -63,8 +63,9 @@ class Threads:
         try:
             yield threads
         except BaseException:
-            threads.many.shutdown(wait=False, cancel_futures=True)
-            threads.single.shutdown(wait=False, cancel_futures=True)
+            # What is being written is waited for: nothing may appear in a folder that is no longer locked.
+            for pool in (threads.many, threads.single):
+                pool.shutdown(cancel_futures=True)
             raise
         threads.many.shutdown()
         threads.single.shutdown()

@@ -10,12 +10,13 @@ from __future__ import annotations
 import multiprocessing
 import multiprocessing.connection
 import os
-import queue
 import signal
 import threading
 import traceback
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,7 @@ class Job:
 
 
 Watch = Callable[[str, Outcome | Commit], None]
-"""Called with the device's name for every sample, and for every task once it is committed."""
+"""Called with the device's name for every sample, and, where there is one device, for every committed task."""
 
 
 def find_devices(wanted: str) -> list[str]:
@@ -86,24 +87,26 @@ def _work(job: Job, tasks: Iterable[Task], device: str, share: int, watch: Watch
     cores = max(1, (os.cpu_count() or 1) // share)
     if share > 1:
         torch.set_num_threads(cores)
-    processor = processor_class(job.recipe.processor)(
-        job.model_name, torch.device(device), getattr(torch, job.recipe.dtype)
-    )
-    workspace = Workspace(job.output)
-    runner = TaskRunner(
-        processor,
-        job.recipe,
-        job.source,
-        job.output,
-        batch_size=job.batch_size,
-        num_threads=min(_MOST_READERS, max(2, cores)),
-        device=device,
-        verify=job.verify,
-        on_outcome=lambda outcome: watch(device, outcome),
-    )
-    for commit in runner.run(tasks):
-        workspace.commit(commit)
-        watch(device, commit)
+    # Kernels, events and recorded graphs go to the device that is the current one.
+    with torch.cuda.device(device) if device.startswith("cuda") else nullcontext():
+        processor = processor_class(job.recipe.processor)(
+            job.model_name, torch.device(device), getattr(torch, job.recipe.dtype)
+        )
+        workspace = Workspace(job.output)
+        runner = TaskRunner(
+            processor,
+            job.recipe,
+            job.source,
+            job.output,
+            batch_size=job.batch_size,
+            num_threads=min(_MOST_READERS, max(2, cores)),
+            device=device,
+            verify=job.verify,
+            on_outcome=lambda outcome: watch(device, outcome),
+        )
+        for commit in runner.run(tasks):
+            workspace.commit(commit)
+            watch(device, commit)
 
 
 # ---- several devices ------------------------------------------------------------------------
@@ -112,41 +115,47 @@ def _work(job: Job, tasks: Iterable[Task], device: str, share: int, watch: Watch
 def _run_in_processes(job: Job, tasks: Sequence[Task], devices: Sequence[str], watch: Watch) -> None:
     context = multiprocessing.get_context("spawn")
     waiting: Any = context.Queue()
-    reports: Any = context.Queue()
     for task in tasks:
         waiting.put(task)
     for _ in devices:
         waiting.put(None)
+    # A pipe for each: what a worker that was killed had half written then concerns nobody else.
+    pipes = [context.Pipe(duplex=False) for _ in devices]
     workers = [
-        context.Process(target=_worker, args=(job, device, len(devices), waiting, reports), daemon=True)
-        for device in devices
+        context.Process(target=_worker, args=(job, device, len(devices), waiting, sender), daemon=True)
+        for device, (_, sender) in zip(devices, pipes, strict=True)
     ]
     for worker in workers:
         worker.start()
+    for _, sender in pipes:
+        sender.close()
     try:
-        _collect(reports, workers, devices, watch)
+        _collect([receiver for receiver, _ in pipes], workers, devices, watch)
     finally:
         for worker in workers:
             worker.terminate()
         for worker in workers:
             worker.join()
         Workspace(job.output).remove_drafts()
-        for channel in (waiting, reports):
-            channel.cancel_join_thread()
-            channel.close()
+        waiting.cancel_join_thread()
+        waiting.close()
 
 
-def _worker(job: Job, device: str, share: int, waiting: Any, reports: Any) -> None:
+def _worker(job: Job, device: str, share: int, waiting: Any, reports: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what an interrupt means
     threading.Thread(target=_follow_parent, daemon=True).start()
 
+    def watch(_: str, report: Outcome | Commit) -> None:
+        if isinstance(report, Outcome):  # commits are on disk, and large
+            reports.send(report)
+
     try:
-        _work(job, iter(waiting.get, None), device, share, lambda name, report: reports.put((name, report)))
-        reports.put((device, None))
+        _work(job, iter(waiting.get, None), device, share, watch)
+        reports.send(None)
     except LatentryError as error:
-        reports.put((device, error))
+        reports.send(error)
     except Exception:  # reported, so that the parent can say which device it was
-        reports.put((device, RunError(f"the worker on {device} failed: {traceback.format_exc()}")))
+        reports.send(RunError(f"the worker on {device} failed: {traceback.format_exc()}"))
 
 
 def _follow_parent() -> None:
@@ -157,22 +166,26 @@ def _follow_parent() -> None:
         os._exit(1)
 
 
-def _collect(reports: Any, workers: Sequence[Any], devices: Sequence[str], watch: Watch) -> None:
-    unfinished = set(range(len(workers)))
+def _collect(
+    receivers: Sequence[Connection], workers: Sequence[Any], devices: Sequence[str], watch: Watch
+) -> None:
+    """Pass on what the workers report, until all have said that they are done."""
+    unfinished = dict(zip(receivers, range(len(workers)), strict=True))
     while unfinished:
-        try:
-            device, report = reports.get(timeout=0.5)
-        except queue.Empty:
-            for i in unfinished:
-                if not workers[i].is_alive():
-                    raise RunError(
-                        f"the worker on {devices[i]} died (exit code {workers[i].exitcode}); what is committed "
-                        "is kept, and the same command goes on"
-                    ) from None
-            continue
-        if isinstance(report, LatentryError):
-            raise report
-        if report is None:
-            unfinished.discard(next(i for i in unfinished if devices[i] == device))
-        else:
-            watch(device, report)
+        for receiver in multiprocessing.connection.wait(list(unfinished)):
+            assert isinstance(receiver, Connection)
+            number = unfinished[receiver]
+            try:
+                report = receiver.recv()
+            except (EOFError, OSError):
+                workers[number].join()
+                raise RunError(
+                    f"the worker on {devices[number]} died (exit code {workers[number].exitcode}); what is "
+                    "committed is kept, and the same command goes on"
+                ) from None
+            if isinstance(report, LatentryError):
+                raise report
+            if report is None:
+                del unfinished[receiver]
+            else:
+                watch(devices[number], report)

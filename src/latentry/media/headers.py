@@ -34,6 +34,8 @@ def jpeg_header(path: Path) -> JpegHeader | None:
             return None
         try:
             return _parse(head)
+        except _Odd:
+            return None
         except IndexError:  # its header is longer: a thumbnail, or colours
             return parse_jpeg_header(head + file.read(_MOST_BYTES))
 
@@ -42,7 +44,7 @@ def parse_jpeg_header(content: bytes) -> JpegHeader | None:
     """The same for a file's bytes."""
     try:
         return _parse(content) if content.startswith(_START) else None
-    except (IndexError, struct.error):
+    except (IndexError, struct.error, _Odd):
         return None
 
 
@@ -81,18 +83,25 @@ def _parse(head: bytes) -> JpegHeader | None:
     return JpegHeader(width, height, 1 if orientation is None else orientation, num_components, has_profile)
 
 
+class _Odd(ValueError):
+    """Something that Pillow may make sense of."""
+
+
 def _orientation(tiff: bytes) -> int | None:
+    """The orientation in a block of Exif data, None if it has none; anything out of order is odd."""
     order = {b"II*\x00": "<", b"MM\x00*": ">"}.get(tiff[:4])
     if order is None:
-        return None
+        raise _Odd
+    found = None
     try:
         (start,) = struct.unpack_from(order + "I", tiff, 4)
-        (count,) = struct.unpack_from(order + "H", tiff, start)
-        for i in range(count):
-            tag, kind, _ = struct.unpack_from(order + "HHI", tiff, start + 2 + 12 * i)
-            if tag == _ORIENTATION and kind == _SHORT:
-                (value,) = struct.unpack_from(order + "H", tiff, start + 10 + 12 * i)
-                return int(value)
+        (num_entries,) = struct.unpack_from(order + "H", tiff, start)
+        for i in range(num_entries):
+            tag, kind, count = struct.unpack_from(order + "HHI", tiff, start + 2 + 12 * i)
+            if tag == _ORIENTATION:
+                if (kind, count) != (_SHORT, 1) or found is not None:
+                    raise _Odd
+                (found,) = struct.unpack_from(order + "H", tiff, start + 10 + 12 * i)
     except struct.error:
-        return None
-    return None
+        raise _Odd from None
+    return found

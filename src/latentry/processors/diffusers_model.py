@@ -80,7 +80,7 @@ def loading(folder: Path) -> Iterator[None]:
 
 def scaled_pixels(pixels: torch.Tensor, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
     """uint8 to -1 … 1, by the steps that diffusers' image processors take."""
-    return to_device(pixels, device).to(dtype) / 255 * 2 - 1
+    return (to_device(pixels, device).float() / 255 * 2 - 1).to(dtype)
 
 
 def unscaled_pixels(pixels: torch.Tensor) -> torch.Tensor:
@@ -98,8 +98,9 @@ def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 class VaeEncoder:
     """A VAE's encoder: its own, or the one arranged for a GPU."""
 
-    def __init__(self, vae: Any, bytes_per_pixel: int) -> None:
+    def __init__(self, vae: Any, bytes_per_pixel: int, *, one_by_one: bool = False) -> None:
         self._vae = vae
+        self._one_by_one = one_by_one
         self._bytes_per_pixel = bytes_per_pixel
         self._gpu_encoder: Replayed | None = None
         self._gpu_bytes_needed: Callable[[torch.Tensor], int] | None = None
@@ -113,11 +114,14 @@ class VaeEncoder:
 
     def posterior(self, pixels: torch.Tensor) -> Any:
         """What ``vae.encode`` says of these pixels."""
-        if self._gpu_encoder is None or self._vae.use_tiling:
-            return self._vae.encode(pixels).latent_dist
         from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 
-        return DiagonalGaussianDistribution(self._gpu_encoder(pixels))
+        if self._gpu_encoder is not None and not self._vae.use_tiling:
+            return DiagonalGaussianDistribution(self._gpu_encoder(pixels))
+        if not self._one_by_one or len(pixels) == 1:
+            return self._vae.encode(pixels).latent_dist
+        moments = [self._vae.encode(sample[None]).latent_dist.parameters for sample in pixels]
+        return DiagonalGaussianDistribution(torch.cat(moments))
 
     def bytes_needed(self, pixels: torch.Tensor) -> int:
         """Device memory for the whole of it."""

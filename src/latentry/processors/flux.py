@@ -43,6 +43,7 @@ class FluxProcessor:
         model_type="flux",
         default_model_name="black-forest-labs/FLUX.1-dev",
         spatial_factor=8,
+        version=2,
     )
 
     def __init__(self, model_name: str, device: torch.device, dtype: torch.dtype) -> None:

@@ -45,6 +45,7 @@ class HunyuanProcessor:
         temporal_factor=4,
         quantum=16,
         latent_channels=32,
+        version=2,
     )
 
     def __init__(self, model_name: str, device: torch.device, dtype: torch.dtype) -> None:
@@ -55,7 +56,8 @@ class HunyuanProcessor:
         self._siglip, self._features = parts[5:]
         for module in filter(None, (self._vae, self._qwen, self._byt5, self._siglip)):
             module.to(device).eval().requires_grad_(False)
-        self._encoder = VaeEncoder(self._vae, _BYTES_PER_PIXEL)
+        # Its attention mask is made for a single clip.
+        self._encoder = VaeEncoder(self._vae, _BYTES_PER_PIXEL, one_by_one=True)
         self.bytes_needed = self._encoder.bytes_needed
         if device.type == "cuda":
             self.arrange_for_gpu()
@@ -137,7 +139,8 @@ class HunyuanProcessor:
     @torch.inference_mode()
     def decode_latents(self, latents: torch.Tensor) -> torch.Tensor:
         latents = latents.to(self._device, self._dtype) / self._vae.config.scaling_factor
-        return unscaled_pixels(self._vae.decode(latents, return_dict=False)[0])
+        clips = [self._vae.decode(clip[None], return_dict=False)[0] for clip in latents]
+        return unscaled_pixels(torch.cat(clips))
 
     def enable_tiling(self) -> bool:
         return tile(self._vae)

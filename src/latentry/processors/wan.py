@@ -44,6 +44,7 @@ class WanProcessor:
         spatial_factor=8,
         temporal_factor=4,
         quantum=16,
+        version=2,
     )
 
     def __init__(self, model_name: str, device: torch.device, dtype: torch.dtype) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from latentry.processors.gpu.fused import free_bytes
+from latentry.processors.gpu.fused import share_of_memory
 
 _MAX_VALUES = (1 << 31) - 1
 _TENSORS_ALIVE = 4
@@ -40,16 +40,17 @@ class Stretches:
     comes up, and kept to.
     """
 
-    def __init__(self, values_per_pixel: int, step: int) -> None:
+    def __init__(self, values_per_pixel: int, step: int, value_bytes: int = 2) -> None:
         self._values_per_pixel = values_per_pixel
         self._step = step
+        self._value_bytes = value_bytes
         self._lengths: dict[tuple[int, ...], int] = {}
 
     def bytes_needed(self, clips: torch.Tensor) -> int:
         """What encoding [B,3,T,H,W] takes at the least: the clip itself and its shortest stretch."""
         frames, height, width = clips.shape[-3:]
-        shortest = (self._step + 1) * self._values_per_pixel * 2 * _TENSORS_ALIVE
-        return height * width * (8 * frames + shortest)
+        shortest = (self._step + 1) * self._values_per_pixel * _TENSORS_ALIVE
+        return height * width * (4 * frames + shortest) * self._value_bytes
 
     def of(self, clip: torch.Tensor) -> Iterator[torch.Tensor]:
         """The parts of [T,H,W,3]."""
@@ -65,7 +66,7 @@ class Stretches:
 
     def _length(self, clip: torch.Tensor) -> int:
         frames, height, width, _ = clip.shape
-        limit = min(_MAX_VALUES, free_bytes(clip.device) / (_TENSORS_ALIVE * clip.element_size()))
+        limit = min(_MAX_VALUES, share_of_memory(clip.device) / (_TENSORS_ALIVE * clip.element_size()))
         most = (
             max(1, (int(limit) // (height * width * self._values_per_pixel) - 1) // self._step) * self._step
         )

@@ -35,6 +35,16 @@ def free_bytes(device: torch.device | str) -> float:
     return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
+def share_of_memory(device: torch.device | str) -> float:
+    """A third of a GPU's memory, whatever else is on it at the moment.
+
+    What is sized by it is the same in a run that was stopped and in one that was not.
+    """
+    if torch.device(device).type != "cuda":
+        return math.inf
+    return torch.cuda.get_device_properties(device).total_memory / 3
+
+
 def norm_rows(
     x: torch.Tensor,
     gamma: torch.Tensor | None,

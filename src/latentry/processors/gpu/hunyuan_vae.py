@@ -30,7 +30,7 @@ class HunyuanEncoder:
     def __init__(self, vae: Any) -> None:
         self._encoder = vae.encoder
         widest = 2 * vae.encoder.conv_in.conv.out_channels
-        self._stretches = Stretches(widest, vae.temporal_compression_ratio)
+        self._stretches = Stretches(widest, vae.temporal_compression_ratio, vae.dtype.itemsize)
         self.bytes_needed = self._stretches.bytes_needed
         self._first = FirstConv(vae.encoder.conv_in.conv)
         with_channels_last(vae.encoder)
@@ -39,7 +39,10 @@ class HunyuanEncoder:
     def supports(vae: Any) -> bool:
         """Whether channels divide as the downsampling here assumes."""
         downs = [down for block in vae.encoder.down_blocks for down in block.downsamplers or ()]
-        return all(_group(down) >= 2 and down.conv.pad_mode == "replicate" for down in downs)
+        groups = [_group(down) for down in downs]
+        return all(group >= 2 and group & (group - 1) == 0 for group in groups) and all(
+            down.conv.pad_mode == "replicate" for down in downs
+        )
 
     def __call__(self, clips: torch.Tensor) -> torch.Tensor:
         return torch.stack([self._encode(clip.permute(1, 2, 3, 0).contiguous()) for clip in clips])

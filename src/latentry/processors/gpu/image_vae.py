@@ -8,6 +8,7 @@ import torch
 from torch.nn import functional as F
 
 from latentry.processors.gpu import fused
+from latentry.processors.gpu.causal import with_channels_last
 
 
 class ImageEncoder:
@@ -16,9 +17,7 @@ class ImageEncoder:
     def __init__(self, vae: Any) -> None:
         self._encoder = vae.encoder
         self._quant_conv = vae.quant_conv
-        for module in vae.encoder.modules():
-            if isinstance(module, torch.nn.Conv2d):
-                module.weight.data = module.weight.data.contiguous(memory_format=torch.channels_last)
+        with_channels_last(vae.encoder)
 
     @staticmethod
     def supports(vae: Any) -> bool:
@@ -29,6 +28,8 @@ class ImageEncoder:
         return (
             set(blocks) == {"DownEncoderBlock2D"}
             and all(a is not None and a.heads == 1 and a.residual_connection for a in attentions)
+            and all(a.rescale_output_factor == 1 for a in attentions)
+            and vae.config.act_fn == "silu"
             and isinstance(encoder.conv_norm_out, torch.nn.GroupNorm)
             and encoder.conv_norm_out.affine
         )

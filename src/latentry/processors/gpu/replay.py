@@ -10,14 +10,13 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
 logger = logging.getLogger(__name__)
 
 _CALLS_BEFORE_RECORDING = 3
-_MOST_KEPT = 16
+_MOST_KEPT = 2
 
 
 class Replayed:
@@ -27,32 +26,48 @@ class Replayed:
         self._function = function
         self._calls: dict[tuple[object, ...], int] = {}
         self._recorded: OrderedDict[tuple[object, ...], _Recording] = OrderedDict()
-        self._pool: Any = None
+        self._records = True
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if not x.is_cuda:
             return self._function(x)
         key = (tuple(x.shape), x.dtype)
-        recording = self._recorded.get(key)
-        if recording is not None:
+        if key not in self._recorded:
+            self._calls[key] = self._calls.get(key, 0) + 1
+            if self._records and self._calls[key] >= _CALLS_BEFORE_RECORDING:
+                self._record(key, x)
+        if key in self._recorded:
             self._recorded.move_to_end(key)
-            return recording.replay(x)
-        self._calls[key] = self._calls.get(key, 0) + 1
-        if self._calls[key] == _CALLS_BEFORE_RECORDING:
-            self._record(key, x)
+            return self._recorded[key].replay(x)
+        try:
+            return self._function(x)
+        except torch.OutOfMemoryError:
+            if not self._recorded:
+                raise
+        # The memory that recordings hold may be what is missing.
+        self._give_up("there is too little memory for it")
         return self._function(x)
 
     def _record(self, key: tuple[object, ...], x: torch.Tensor) -> None:
-        # One after the other they may use the same memory: what comes out is copied before the next begins.
-        self._pool = self._pool or torch.cuda.graph_pool_handle()
-        try:
-            self._recorded[key] = _Recording(self._function, x, self._pool)
-        except (torch.OutOfMemoryError, RuntimeError) as error:
-            torch.cuda.synchronize()
-            logger.info("%s is not recorded: %s", key, str(error).partition("\n")[0])
-            return
-        if len(self._recorded) > _MOST_KEPT:
+        while len(self._recorded) >= _MOST_KEPT:
             self._recorded.popitem(last=False)
+        stream = torch.cuda.current_stream(x.device)
+        try:
+            self._recorded[key] = _Recording(self._function, x)
+        except (torch.OutOfMemoryError, RuntimeError) as error:
+            reason = str(error).partition("\n")[0]
+        else:
+            return
+        torch.cuda.set_stream(stream)  # a recording that breaks off may leave its own in place
+        self._give_up(reason)
+
+    def _give_up(self, reason: str) -> None:
+        """Record nothing from now on."""
+        logger.info("work for the device is not recorded any more: %s", reason)
+        self._records = False
+        torch.cuda.synchronize()
+        self._recorded.clear()
+        torch.cuda.empty_cache()
 
 
 class _Recording:
@@ -60,13 +75,12 @@ class _Recording:
         self,
         function: Callable[[torch.Tensor], torch.Tensor],
         x: torch.Tensor,
-        pool: Any,
     ) -> None:
         self._input = x.clone()
         self._graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
         # Other threads go on with what they do on the device; only this one is held to what can be recorded.
-        with torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"):
+        with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
             self._output = function(self._input)
 
     def replay(self, x: torch.Tensor) -> torch.Tensor:

@@ -33,9 +33,8 @@ class TextEncoder:
             x = x + _attend(_rms(x, attention.layer_norm), attention.SelfAttention, bias)
             dense = feed_forward.DenseReluDense
             h = _rms(x, feed_forward.layer_norm)
-            x = x + dense.wo(fused.gelu_gate(dense.wi_0(h), dense.wi_1(h)).to(dense.wo.weight.dtype)).to(
-                x.dtype
-            )
+            # In float16 the last layer, and so the sum, is kept in float32.
+            x = x + dense.wo(fused.gelu_gate(dense.wi_0(h), dense.wi_1(h)).to(dense.wo.weight.dtype))
         return _rms(x, self._stack.final_layer_norm)
 
     def _bias(self, length: int) -> list[torch.Tensor]:
@@ -53,7 +52,10 @@ class TextEncoder:
 
 
 def _rms(x: torch.Tensor, norm: Any) -> torch.Tensor:
-    return F.rms_norm(x, (x.shape[-1],), norm.weight, norm.variance_epsilon)
+    if x.dtype == norm.weight.dtype:
+        return F.rms_norm(x, (x.shape[-1],), norm.weight, norm.variance_epsilon)
+    weight: torch.Tensor = norm.weight
+    return F.rms_norm(x, (x.shape[-1],), None, norm.variance_epsilon).to(weight.dtype) * weight
 
 
 def _attend(x: torch.Tensor, attention: Any, bias: torch.Tensor) -> torch.Tensor:

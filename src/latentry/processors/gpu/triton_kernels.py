@@ -1,7 +1,6 @@
 """The fused operations of ``fused`` as Triton kernels. Imported only where there is a GPU.
 
-All tensors are contiguous rows of channels, at most ``MAX_CHANNELS`` of them. Arithmetic is in float32 and
-rounds once, at the end.
+All tensors are contiguous rows of channels. Arithmetic is in float32 and rounds once, at the end.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ import torch
 import triton
 import triton.language as tl
 
-MAX_CHANNELS = 8192
 _TILE = 4096
 
 

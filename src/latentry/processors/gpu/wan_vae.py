@@ -34,7 +34,8 @@ class WanEncoder:
     def __init__(self, vae: Any) -> None:
         self._encoder = vae.encoder
         self._quant_conv = vae.quant_conv
-        self._stretches = Stretches(3 * vae.encoder.conv_in.out_channels, step=4)
+        widest = 3 * vae.encoder.conv_in.out_channels
+        self._stretches = Stretches(widest, step=4, value_bytes=vae.dtype.itemsize)
         self.bytes_needed = self._stretches.bytes_needed
         self._first = FirstConv(vae.encoder.conv_in)
         with_channels_last(vae.encoder)
