@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
+import os
 import random
 import shutil
 import tempfile
@@ -40,7 +41,7 @@ def write_index(folder: Path, num_rows: int) -> None:
         for (w, h), count in zip(SIZES, counts, strict=True)
     ]
     packed = {
-        "version": INDEX_VERSION, "index": "index.arrow", "fingerprint": "0", "parts": ["latents", "text"],
+        "version": INDEX_VERSION, "index": "index.arrow", "fingerprint": "0", "block_rows": BLOCK_ROWS, "parts": ["latents", "text"],
         "buckets": buckets, "layouts": [[latent], [text]], "forms": [{"keys": ["latent", "prompt_embeds"], "tuples": []}],
     }  # fmt: skip
     metadata = {"model_type": "flux", "total_items": sum(counts), "shards": [], "packed": packed}
@@ -100,6 +101,7 @@ def main() -> None:
     folder = Path(tempfile.mkdtemp(dir=options.folder))
     try:
         write_index(folder, options.rows)
+        os.sync()  # pages that still have to be written would count as the readers' own
         size_gb = (folder / "index.arrow").stat().st_size / 1e9
         print(f"{options.rows:,d} rows, index of {size_gb:.1f} GB", flush=True)
         context = multiprocessing.get_context("spawn")
@@ -108,7 +110,7 @@ def main() -> None:
         for process in processes:
             process.start()
         for _ in processes:
-            seconds, opened_mb, lookup_us, looked_mb = queue.get()
+            seconds, opened_mb, lookup_us, looked_mb = queue.get(timeout=600)
             print(
                 f"opened in {seconds:.3f} s with {opened_mb:.0f} MB of its own; a random row {lookup_us:.0f} us; "
                 f"{looked_mb:.0f} MB of its own after {LOOKUPS:,d} of them"
