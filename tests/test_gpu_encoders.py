@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from latentry.processors import processor_class
-from latentry.processors.gpu import causal
+from latentry.processors.gpu import causal, replay
 from latentry.processors.gpu.hunyuan_vae import HunyuanEncoder
 from latentry.processors.gpu.image_vae import ImageEncoder
 from latentry.processors.gpu.t5 import TextEncoder
@@ -172,6 +172,83 @@ def test_hunyuan_takes_several_clips_at_once(hunyuan_folder):
     both = hunyuan.encode_pixels(clips, None)
     assert torch.equal(both, torch.cat([hunyuan.encode_pixels(clip[None], None) for clip in clips]))
     assert hunyuan.decode_latents(both).shape == clips.shape
+
+
+class _OnGpu(torch.Tensor):
+    """A tensor that says it is on a GPU."""
+
+    is_cuda = True
+
+
+@pytest.fixture
+def pretended_gpu(monkeypatch):
+    """Recording without a device: what is recorded is called again, and says so."""
+    events: list[str] = []
+
+    class Recording:
+        refuse: type[Exception] | None = None
+
+        def __init__(self, function, x):
+            if Recording.refuse:
+                raise Recording.refuse("no")
+            self._function = function
+            events.append("recorded")
+
+        def replay(self, x):
+            events.append("replayed")
+            return self._function(x)
+
+    monkeypatch.setattr(replay, "_Recording", Recording)
+    for name in ("current_stream", "set_stream", "synchronize", "empty_cache"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: None)
+    return events, Recording
+
+
+def on_gpu(*shape: int) -> torch.Tensor:
+    return torch.ones(shape).as_subclass(_OnGpu)
+
+
+def test_a_shape_is_recorded_when_it_has_come_up_three_times(pretended_gpu):
+    events, _ = pretended_gpu
+    calls = []
+    twice = replay.Replayed(lambda x: calls.append("called") or x * 2)
+    for _ in range(5):
+        assert twice(on_gpu(3)).sum() == 6
+    assert events == ["recorded", "replayed", "replayed", "replayed"]
+    twice(on_gpu(4))
+    assert events[-1] == "replayed", "another shape is not recorded at once"
+    assert len(calls) == 6
+    for side in range(10, 14):
+        for _ in range(3):
+            twice(on_gpu(side))
+    assert len(twice._recorded) == 2, "and no more than two are kept"
+
+
+def test_where_recording_fails_nothing_is_recorded_any_more(pretended_gpu):
+    events, recording = pretended_gpu
+    recording.refuse = torch.OutOfMemoryError
+    twice = replay.Replayed(lambda x: x * 2)
+    for _ in range(6):
+        assert twice(on_gpu(3)).sum() == 6
+    assert events == []
+
+
+def test_memory_that_recordings_hold_is_given_back_before_anything_fails(pretended_gpu):
+    events, _ = pretended_gpu
+
+    def needs_memory(x):
+        if len(x) == 9 and twice._recorded:
+            raise torch.OutOfMemoryError
+        return x * 2
+
+    twice = replay.Replayed(needs_memory)
+    for _ in range(4):
+        twice(on_gpu(3))
+    assert events.count("replayed") == 2
+    assert twice(on_gpu(9)).sum() == 18
+    assert not twice._recorded
+    twice(on_gpu(3))
+    assert events.count("replayed") == 2
 
 
 KERNELS = """

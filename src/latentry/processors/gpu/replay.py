@@ -50,6 +50,7 @@ class Replayed:
 
     def _record(self, key: tuple[object, ...], x: torch.Tensor) -> None:
         while len(self._recorded) >= _MOST_KEPT:
+            torch.cuda.synchronize()  # it may still be running
             self._recorded.popitem(last=False)
         stream = torch.cuda.current_stream(x.device)
         try:
