@@ -20,9 +20,9 @@ from PIL import Image
 import latentry
 from latentry import Recipe, plan, prepare
 from latentry.datasets import TextToImageDataset
-from latentry.encode import latent_problem
 from latentry.errors import ConfigError, MetadataError, RunError
 from latentry.preparation import Progress
+from latentry.quality import latent_problem
 from latentry.testing import assert_same_cache
 
 SMALL = Recipe(max_pixels=128 * 128)

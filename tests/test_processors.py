@@ -9,13 +9,13 @@ import torch
 from conftest import EXAMPLES
 from PIL import Image
 
-from latentry.encode import psnr_db
 from latentry.errors import ConfigError, ModelError
 from latentry.media.images import decode_image, fit_to_bucket
 from latentry.processors import PROCESSORS, processor_class
 from latentry.processors.diffusers_model import folder_identity
 from latentry.processors.flux import FluxProcessor
 from latentry.processors.tiny import TinyProcessor
+from latentry.quality import psnr_db
 
 CPU = torch.device("cpu")
 CAPTIONS = ["a photo of a cat", "the quick brown fox, 85mm", ""]

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import math
 import sys
 import threading
 from collections import Counter, deque
@@ -33,6 +32,7 @@ from latentry.order import derived_key
 from latentry.plan import ResolvedRecipe
 from latentry.processors import Columns, Fields, Processor
 from latentry.processors.gpu.fused import free_bytes, share_of_memory
+from latentry.quality import latent_flags, problem_of_flags, psnr_db
 from latentry.records import Bucket, Commit, Failure, PlannedSample, Task
 from latentry.storage import content_digest
 
@@ -491,31 +491,3 @@ class _Reading:
     running: _Running
     samples: tuple[PlannedSample, ...]
     future: Future[list[_Decoded] | str] | None
-
-
-def latent_flags(latents: torch.Tensor) -> torch.Tensor:
-    """For each latent whether it holds NaN or infinite values, and whether it is constant."""
-    values = latents.flatten(1).float()
-    infinite = ~torch.isfinite(values).all(dim=1)
-    constant = values.amin(dim=1) == values.amax(dim=1)
-    return torch.stack([infinite, constant & (values.shape[1] > 1)], dim=1)
-
-
-def problem_of_flags(flags: torch.Tensor, latent: torch.Tensor) -> str | None:
-    infinite, constant = flags.tolist()
-    if infinite:
-        return "its latent holds NaN or infinite values; try --dtype float32"
-    if constant:
-        return f"its latent is constant ({latent.flatten()[0].item():g} everywhere)"
-    return None
-
-
-def latent_problem(latent: torch.Tensor) -> str | None:
-    """Why no one should train on this latent, if so."""
-    return problem_of_flags(latent_flags(latent[None])[0], latent)
-
-
-def psnr_db(original: torch.Tensor, restored: torch.Tensor) -> float:
-    """Peak signal-to-noise ratio of two uint8 pictures or clips, in decibels; 99 at most."""
-    error = (original.float() - restored.float()).square().mean().item()
-    return min(99.0, 10 * math.log10(255**2 / error)) if error > 0 else 99.0

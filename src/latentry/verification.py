@@ -20,13 +20,13 @@ from latentry.cache.index import open_index
 from latentry.cache.metadata import METADATA_NAME
 from latentry.cache.samples import open_samples
 from latentry.datasets import BaseMultiresolutionDataset, TextToImageDataset, TextToVideoDataset
-from latentry.encode import latent_problem, psnr_db
 from latentry.engines.local import find_devices
 from latentry.errors import CacheError, ConfigError, MediaError
 from latentry.media.kinds import VideoChoices
 from latentry.order import derived_key
 from latentry.plan import ResolvedRecipe
 from latentry.processors import PROCESSORS, Processor, processor_class
+from latentry.quality import latent_problem, psnr_db
 from latentry.records import Caption, PlannedSample, SourceFile
 from latentry.storage import content_digest
 
