@@ -276,9 +276,8 @@ class _Contents:
             return {}
         if name != _REBUILD:
             raise _Unknown
-        storage, first, shape, strides, _, hooks = (
-            arguments  # a seventh says that its sign is turned, or worse
-        )
+        # A seventh argument would say that the sign is turned, or worse.
+        storage, first, shape, strides, _, hooks = arguments
         if type(storage) is not _Storage or type(first) is not int:
             raise _Unknown
         expected = 1
