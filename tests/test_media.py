@@ -297,3 +297,20 @@ def test_damaged_jpeg_headers_are_left_to_pillow_and_never_fail(tmp_path):
                 assert header is None or image.size == header[:2]
         except OSError:
             pass
+
+
+def test_what_the_quick_decoder_cannot_do_is_left_to_pillow(monkeypatch):
+    """Whatever it raises: a file is never the end of a run."""
+    content = jpeg(exif=exif_with(6))
+    expected = decode_image(content)
+
+    def fail(*_, **__):
+        raise RuntimeError("no")
+
+    monkeypatch.setattr("latentry.media.images.simplejpeg.decode_jpeg", fail)
+    assert np.abs(decode_image(content).astype(int) - expected).max() <= 2
+    with pytest.raises(MediaError, match="cannot be decoded"):
+        decode_image(content[: len(content) // 2])
+    monkeypatch.setattr("latentry.media.images._MAX_PIXELS", 1000)
+    with pytest.raises(MediaError, match="is 40x30; at most 1000 pixels"):
+        decode_image(content)

@@ -16,7 +16,7 @@ import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
@@ -396,10 +396,9 @@ class TaskRunner:
         if self._recipe.stochastic:
             seeds = [derived_key(self._recipe.seed, "latent", d.sample.name, d.digest) for d in batch]
         if self._tiled or self._processor.bytes_needed(pixels) <= free_bytes(self._device):
-            try:
+            # Leaving the block lets go of what was computed until memory ran out.
+            with suppress(torch.OutOfMemoryError):
                 return self._processor.encode_pixels(pixels, seeds)
-            except torch.OutOfMemoryError:
-                pass  # what was computed so far is let go when this block is left
         torch.cuda.empty_cache()
         if len(batch) > 1:
             half = len(batch) // 2

@@ -58,12 +58,9 @@ def probe_image(path: Path) -> tuple[int, int]:
 
 def decode_image(content: bytes) -> Pixels:
     """The picture in these bytes, upright, on white where it is transparent, in sRGB."""
-    header = parse_jpeg_header(content)
-    if header is not None and header.num_components in (1, 3) and not header.has_profile:
-        try:
-            return _upright(simplejpeg.decode_jpeg(content, colorspace="RGB"), header.orientation)
-        except ValueError:
-            pass  # a little out of order, which Pillow forgives
+    pixels = _decode_plain_jpeg(content)
+    if pixels is not None:
+        return pixels
     try:
         with _open(io.BytesIO(content)) as image:
             orientation = image.getexif().get(_ORIENTATION_TAG, 1)
@@ -72,6 +69,19 @@ def decode_image(content: bytes) -> Pixels:
     except Exception as error:  # whatever foreign bytes lead to is the file's fault
         raise MediaError(_reason(error)) from None
     return _upright(pixels, orientation)
+
+
+def _decode_plain_jpeg(content: bytes) -> Pixels | None:
+    """A JPEG in plain colours, the quick way; None for anything else, and for what only Pillow forgives."""
+    header = parse_jpeg_header(content)
+    if header is None or header.num_components not in (1, 3) or header.has_profile:
+        return None
+    if header.width * header.height > _MAX_PIXELS:
+        raise MediaError(f"is {header.width}x{header.height}; at most {_MAX_PIXELS} pixels can be read")
+    try:
+        return _upright(simplejpeg.decode_jpeg(content, colorspace="RGB"), header.orientation)
+    except Exception:  # Pillow has the last word on what is wrong with a file
+        return None
 
 
 def _open(source: Path | io.BytesIO) -> Image.Image:
