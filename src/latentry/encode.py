@@ -16,7 +16,7 @@ import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
@@ -46,7 +46,7 @@ _BATCHES_QUEUED = 2
 """On a GPU; a CPU has finished a batch when the call returns."""
 _TASKS_CLOSING = 2
 """Tasks that are encoded and still being written while a GPU is at the next."""
-_WRITER_THREADS = 8
+_WRITER_THREADS = 16
 _BATCH_PIXELS = 16 << 20
 _MOST_IN_BATCH = 64
 _BYTES_AHEAD = 1 << 32
@@ -203,7 +203,7 @@ class TaskRunner:
         closing: deque[_Running] = deque()
         on_gpu = self._device.type == "cuda"
         with (
-            _quick_switches(on_gpu),
+            _feeding_a_gpu() if on_gpu else nullcontext(),
             _single_threads(self._num_threads) as readers,
             Threads.running(_WRITER_THREADS) as writers,
         ):
@@ -257,11 +257,13 @@ class TaskRunner:
         """Decoded samples in groups of the batch size, read ahead but not too far; None ends a task."""
         source = self._files(tasks, readers, writers)
         ahead: deque[_Reading] = deque()
-        num_ahead = 0
+        num_ahead = num_received = 0
         batch: list[_Decoded] = []
         exhausted = False
         while True:
-            while not exhausted and (not ahead or num_ahead < self._most_ahead(ahead[0].running)):
+            while not exhausted and (
+                not ahead or num_ahead < self._most_ahead(ahead[0].running, num_received)
+            ):
                 reading = next(source, None)
                 if reading is None:
                     exhausted = True
@@ -280,15 +282,19 @@ class TaskRunner:
                 yield running, None
                 continue
             batch += self._received(reading, reading.future.result())
+            num_received += 1
             while len(batch) >= running.batch_size:
                 yield running, batch[: running.batch_size]
                 batch = batch[running.batch_size :]
 
-    def _most_ahead(self, running: _Running) -> int:
-        """Samples to read ahead: enough for all readers, and no more than fit in some gigabytes."""
+    def _most_ahead(self, running: _Running, num_received: int) -> int:
+        """Samples to read ahead: enough for all readers, and no more than fit in some gigabytes.
+
+        At first two batches only: the device waits for the first, and clips that are decoded beside it make it late.
+        """
         width, height, num_frames = running.task.bucket
         fitting = _BYTES_AHEAD // (3 * width * height * (num_frames or 1))
-        return max(2, min(2 * running.batch_size + self._num_threads, fitting))
+        return max(2, min(2 * running.batch_size + min(num_received, self._num_threads), fitting))
 
     def _files(
         self, tasks: Iterable[Task], readers: ThreadPoolExecutor, writers: Threads
@@ -469,18 +475,21 @@ def _single_threads(count: int) -> ThreadPoolExecutor:
 
 
 @contextmanager
-def _quick_switches(on_gpu: bool) -> Iterator[None]:
-    """Let the thread that feeds a GPU have Python's lock soon after it asks for it.
+def _feeding_a_gpu() -> Iterator[None]:
+    """Let the thread that feeds a GPU wait for nothing else.
 
-    It asks hundreds of times a batch, and two dozen threads that read and write hold it for up to five
-    milliseconds each unless told otherwise; the device would stand still.
+    It asks for Python's lock hundreds of times a batch, and two dozen threads that read and write hold it for up to
+    five milliseconds each unless told otherwise. And where torch divides its work among threads it waits for the
+    last of them, which waits for a core that is busy decoding: ten milliseconds for each picture it copies.
     """
-    usual = sys.getswitchinterval()
-    sys.setswitchinterval(_SWITCH_INTERVAL_S if on_gpu else usual)
+    switch_interval, num_threads = sys.getswitchinterval(), torch.get_num_threads()
+    sys.setswitchinterval(_SWITCH_INTERVAL_S)
+    torch.set_num_threads(1)
     try:
         yield
     finally:
-        sys.setswitchinterval(usual)
+        sys.setswitchinterval(switch_interval)
+        torch.set_num_threads(num_threads)
 
 
 @dataclass(frozen=True, slots=True)

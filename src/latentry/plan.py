@@ -301,7 +301,8 @@ def _probe(
     def probe_all(part: Sequence[tuple[SourceFile, Caption]]) -> list[Extent | str]:
         return [extent_or_reason(file) for file, _ in part]
 
-    parts = [waiting[i : i + _PROBE_CHUNK] for i in range(0, len(waiting), _PROBE_CHUNK)]
+    size = min(_PROBE_CHUNK, max(1, len(waiting) // (4 * _PROBE_THREADS)))
+    parts = [waiting[i : i + size] for i in range(0, len(waiting), size)]
     with ThreadPoolExecutor(_PROBE_THREADS) as pool:
         try:
             probed = chain.from_iterable(pool.map(probe_all, parts))

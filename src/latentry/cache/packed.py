@@ -21,7 +21,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from latentry.cache.metadata import METADATA_NAME, GlobalMetadata, LazyRows
-from latentry.cache.shards import Layout, Place
+from latentry.cache.shards import Layout, Place, names_of
 from latentry.errors import CacheNotFoundError, MetadataError
 from latentry.records import BucketShape
 from latentry.storage import inside, publish
@@ -63,11 +63,14 @@ class Entry(msgspec.Struct, frozen=True):
     """The plain values of its dictionary that its row does not have."""
 
     def dictionary(self, row: Mapping[str, Any], tensors: Mapping[str, Any]) -> dict[str, Any]:
-        """The sample as a cache file would hold it."""
+        """The sample as a cache file would hold it, without the tensors that are not given."""
         data = {}
+        stored = [names_of(place.tensors) for place in self.places.values()]
         for key in self.form.keys:
             if key in tensors:
                 data[key] = tensors[key]
+                continue
+            if any(key in names for names in stored):
                 continue
             value = self.values[key] if key in self.values else row.get(key)
             if key in self.form.tuples:
@@ -226,7 +229,8 @@ class PackedIndex:
 
     def relative_file(self, row: int) -> str:
         """The shard that holds the sample's latents."""
-        return self.place(row, "latents").file
+        block, i = self._find(row)
+        return block.text("latents_file", i)
 
     def place(self, row: int, part: str) -> Place:
         block, i = self._find(row)

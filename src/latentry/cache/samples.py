@@ -6,6 +6,7 @@ sample is one read into its place in the batch, and nothing is copied again afte
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 from collections import OrderedDict
@@ -21,8 +22,8 @@ from latentry.cache.files import load_cache_file
 from latentry.cache.index import CacheIndex
 from latentry.cache.memory import BatchMemory
 from latentry.cache.outline import Stored, read_outline
-from latentry.cache.packed import Entry, PackedIndex, part_of
-from latentry.cache.shards import Layout, Place, checksum
+from latentry.cache.packed import PackedIndex, part_of
+from latentry.cache.shards import Layout, Place, checksum, names_of
 from latentry.errors import CacheFileError, CacheNotFoundError
 from latentry.storage import KnownFolders, inside, open_regular
 
@@ -175,7 +176,7 @@ class PackedSamples:
 
     def load(self, row: int) -> Dictionary:
         entry = self._index.entry(self._row(row))
-        names = {layout.name for place in entry.places.values() for layout in place.tensors}
+        names = frozenset[str]().union(*(names_of(place.tensors) for place in entry.places.values()))
         return self.load_many([row], names, BatchMemory())[0]
 
     def load_many(self, rows: Sequence[int], names: Collection[str], memory: BatchMemory) -> list[Dictionary]:
@@ -193,15 +194,9 @@ class PackedSamples:
                     checked[rows[i] >> 3] |= bit
                     tensors[i] |= found
         return [
-            _without(entry.dictionary(self._index.row(row), found), entry, found)
+            entry.dictionary(self._index.row(row), found)
             for entry, row, found in zip(entries, rows, tensors, strict=True)
         ]
-
-
-def _without(data: Dictionary, entry: Entry, found: Collection[str]) -> Dictionary:
-    """The dictionary without the tensors that were not asked for."""
-    stored = {layout.name for place in entry.places.values() for layout in place.tensors}
-    return {key: value for key, value in data.items() if key in found or key not in stored}
 
 
 class _Batch:
@@ -213,7 +208,7 @@ class _Batch:
         self._raw: dict[str, npt.NDArray[np.uint8]] = {}
         first = next(place for place in places if place is not None) if any(places) else None
         for layout in first.tensors if first else ():
-            alike = all(place is not None and _has(place, layout) for place in places)
+            alike = all(place is not None and _has(place.tensors, layout) for place in places)
             if layout.name in names and alike and 0 not in layout.shape:
                 base = memory.empty((len(places), *layout.shape), layout.torch_dtype)
                 self._bases[layout.name] = base
@@ -241,10 +236,11 @@ class _Batch:
         return found, buffers
 
 
-def _has(place: Place, layout: Layout) -> bool:
+@functools.lru_cache(maxsize=1 << 12)
+def _has(tensors: tuple[Layout, ...], layout: Layout) -> bool:
     return any(
         (other.name, other.dtype, other.shape) == (layout.name, layout.dtype, layout.shape)
-        for other in place.tensors
+        for other in tensors
     )
 
 

@@ -71,6 +71,12 @@ def _num_bytes(layout: Layout) -> int:
     return math.prod(layout.stored_shape) * layout.torch_dtype.itemsize
 
 
+@functools.lru_cache(maxsize=1 << 10)
+def names_of(layouts: tuple[Layout, ...]) -> frozenset[str]:
+    """What the tensors are called."""
+    return frozenset(layout.name for layout in layouts)
+
+
 class Place(msgspec.Struct, frozen=True):
     """Where a row is, and what must be found there."""
 

@@ -29,7 +29,7 @@ from latentry.storage import parts_digest, publish, write_parts
 
 PACKED = "packed"
 PLAIN_VALUES_KEY = "latentry"
-_ADDS_WAITING = 32
+_ADDS_WAITING = 64
 _NAME_SUFFIXES = ("", *(f"_{again}" for again in range(1, 1000)))
 
 Row = dict[str, Any]

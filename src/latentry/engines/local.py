@@ -99,7 +99,7 @@ def _work(job: Job, tasks: Iterable[Task], device: str, share: int, watch: Watch
             job.source,
             job.output,
             batch_size=job.batch_size,
-            num_threads=min(_MOST_READERS, max(2, cores)),
+            num_threads=min(_MOST_READERS, max(2, cores * 3 // 4)),  # the rest feeds the device, and writes
             device=device,
             verify=job.verify,
             on_outcome=lambda outcome: watch(device, outcome),

@@ -7,6 +7,7 @@ want them, and so are both token sequences.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -57,6 +58,7 @@ class FluxProcessor:
             module.to(device).eval().requires_grad_(False)
         self._encoder = VaeEncoder(self._vae, _BYTES_PER_PIXEL)
         self.bytes_needed = self._encoder.bytes_needed
+        self._clip_states: Callable[[torch.Tensor], torch.Tensor] = self._encode_clip
         self._gpu_t5: Replayed | None = None
         if device.type == "cuda":
             self.arrange_for_gpu()
@@ -80,6 +82,7 @@ class FluxProcessor:
     def arrange_for_gpu(self) -> None:
         """Encode by the quicker ways in ``gpu``: the same numbers, up to rounding."""
         self._encoder.arrange_for_gpu(ImageEncoder)
+        self._clip_states = Replayed(self._encode_clip)
         if TextEncoder.supports(self._t5):
             self._gpu_t5 = Replayed(TextEncoder(self._t5))
 
@@ -104,18 +107,23 @@ class FluxProcessor:
     def encode_texts(self, captions: list[str]) -> Columns:
         clip_tokens = self._tokenize(self._clip_tokens, captions, CLIP_LENGTH)
         t5_tokens = self._tokenize(self._t5_tokens, captions, T5_LENGTH)
-        clip = self._clip(to_device(clip_tokens, self._device), output_hidden_states=False)
+        clip_states = self._clip_states(to_device(clip_tokens, self._device)).to(torch.bfloat16)
         if self._gpu_t5 is not None:
             prompt_embeds = self._gpu_t5(to_device(t5_tokens, self._device))
         else:
             prompt_embeds = self._t5(t5_tokens.to(self._device), output_hidden_states=False)[0]
         return {
             "clip_tokens": clip_tokens,
-            "clip_hidden": clip.last_hidden_state.to(torch.bfloat16),
-            "pooled_prompt_embeds": clip.pooler_output.to(torch.bfloat16),
+            "clip_hidden": clip_states[:, :-1],
+            "pooled_prompt_embeds": clip_states[:, -1],
             "t5_tokens": t5_tokens,
             "prompt_embeds": prompt_embeds.to(torch.bfloat16),
         }
+
+    def _encode_clip(self, tokens: torch.Tensor) -> torch.Tensor:
+        """The states of all tokens, and after them the pooled one."""
+        found = self._clip(tokens, output_hidden_states=False)
+        return torch.cat([found.last_hidden_state, found.pooler_output[:, None]], dim=1)
 
     @staticmethod
     def _tokenize(tokenizer: Any, captions: list[str], length: int) -> torch.Tensor:
