@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from latentry.buckets import MultiTierBucketCalculator
-from latentry.testing import make_flux_pipeline, make_image_cache
+from latentry.testing import make_flux_pipeline, make_hunyuan_pipeline, make_image_cache, make_wan_pipeline
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
@@ -69,3 +69,15 @@ def image_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def flux_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny random FLUX.1 in the diffusers layout."""
     return make_flux_pipeline(tmp_path_factory.mktemp("flux"))
+
+
+@pytest.fixture(scope="session")
+def wan_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random Wan 2.1."""
+    return make_wan_pipeline(tmp_path_factory.mktemp("wan"))
+
+
+@pytest.fixture(scope="session")
+def hunyuan_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random HunyuanVideo 1.5, with SigLIP."""
+    return make_hunyuan_pipeline(tmp_path_factory.mktemp("hunyuan"))

@@ -26,7 +26,6 @@ from latentry.testing import (
     assert_same_cache,
     make_counter_clip,
     make_hunyuan_pipeline,
-    make_wan_pipeline,
     read_counter,
 )
 from latentry.testing.media import counter_frame
@@ -293,16 +292,6 @@ print(peak_mb() - before)
 # ---- processors -----------------------------------------------------------------------------
 
 CAPTIONS = ['a cat &amp; a "HELLO" sign', "waves  on the beach", ""]
-
-
-@pytest.fixture(scope="module")
-def wan_folder(tmp_path_factory):
-    return make_wan_pipeline(tmp_path_factory.mktemp("wan"))
-
-
-@pytest.fixture(scope="module")
-def hunyuan_folder(tmp_path_factory):
-    return make_hunyuan_pipeline(tmp_path_factory.mktemp("hunyuan"))
 
 
 def random_clip() -> torch.Tensor:
