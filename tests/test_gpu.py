@@ -54,9 +54,11 @@ def test_recorded_or_not_a_gpu_gives_what_a_cpu_gives(family, dtype, flux_folder
         assert distance(found[0], expected) < CLOSE[dtype]
         assert all(torch.equal(latents, found[0]) for latents in found)
     expected = on_cpu.encode_texts(CAPTIONS)
+    first = on_gpu.encode_texts(CAPTIONS)
     for _ in range(5):
         for key, column in on_gpu.encode_texts(CAPTIONS).items():
             assert distance(column, expected[key]) < CLOSE[dtype], key
+            assert torch.equal(column, first[key]), key
 
 
 def flux_recipe(folder: Path, side: int, output_format: str = "meta") -> Recipe:
@@ -107,23 +109,39 @@ def test_two_workers_make_the_same_cache_as_one(photos, tmp_path, flux_folder):
 
 @pytest.fixture
 def little_memory():
-    """A process may have a gigabyte of the device, though more is free."""
-    total = torch.cuda.get_device_properties(0).total_memory
-    torch.cuda.empty_cache()
-    yield lambda: torch.cuda.set_per_process_memory_fraction((1 << 30) / total)
+    """Call it to let this process have only so many bytes of the device, though more are free."""
+
+    def allow(num_bytes: int) -> None:
+        torch.cuda.empty_cache()
+        total = torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction(num_bytes / total)
+
+    yield allow
     torch.cuda.set_per_process_memory_fraction(1.0)
 
 
-def test_where_memory_runs_out_batches_are_halved(photos, tmp_path, flux_folder, little_memory):
-    recipe = flux_recipe(flux_folder, 1024)
-    options = {"image_dir": photos, "devices": "cuda:0"}
-    whole = prepare(recipe, output_dir=tmp_path / "whole", **options)
-    peak = torch.cuda.max_memory_allocated()
-    assert peak > 1 << 30, "the batches would have fitted: this test shows nothing"
-    little_memory()
-    halved = prepare(recipe, output_dir=tmp_path / "halved", **options)
-    assert halved.num_encoded == whole.num_encoded == 96
-    for path in (tmp_path / "whole").glob("*x*/*.meta"):
+def test_where_memory_runs_out_batches_are_halved(photos, tmp_path, flux_folder, little_memory, caplog):
+    def run(name: str, batch_size: int | None = None) -> int:
+        """The memory it took, at most."""
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        prepare(
+            flux_recipe(flux_folder, 1024),
+            image_dir=photos,
+            output_dir=tmp_path / name,
+            devices="cuda:0",
+            batch_size=batch_size,
+        )
+        return torch.cuda.max_memory_reserved()
+
+    enough_for_two = run("by twos", batch_size=2) * 9 // 8
+    assert run("whole") > enough_for_two, "all would have fitted: this test shows nothing"
+    little_memory(enough_for_two)
+    assert run("halved") <= enough_for_two
+    assert "in tiles" not in caplog.text
+    paths = list((tmp_path / "whole").glob("*x*/*.meta"))
+    assert len(paths) == 96
+    for path in paths:
         mine = torch.load(tmp_path / "halved" / path.relative_to(tmp_path / "whole"), weights_only=True)
         assert distance(mine["latent"], torch.load(path, weights_only=True)["latent"]) < 0.02
 
@@ -134,7 +152,7 @@ def test_where_a_clip_does_not_fit_it_is_encoded_in_tiles(tmp_path, wan_folder, 
     recipe = Recipe(
         processor="wan", model_name=str(wan_folder), size=(1280, 768), dtype="float32", video=video
     )
-    little_memory()
+    little_memory(3 << 29)
     result = prepare(recipe, video_dir=clips, output_dir=tmp_path / "cache", devices="cuda:0")
     assert result.num_encoded > 0
     assert not result.failures

@@ -17,6 +17,7 @@ import torch
 
 from latentry.processors import processor_class
 from latentry.processors.gpu import causal, replay
+from latentry.processors.gpu.clip import ClipEncoder, states_of
 from latentry.processors.gpu.hunyuan_vae import HunyuanEncoder
 from latentry.processors.gpu.image_vae import ImageEncoder
 from latentry.processors.gpu.t5 import TextEncoder
@@ -74,6 +75,21 @@ def test_text_encoders(family, flux_folder, wan_folder):
     assert_close(encoder(tokens), model(tokens).last_hidden_state)
     shown = mask[:, :, None]
     assert_close(encoder(tokens, mask) * shown, model(tokens, mask).last_hidden_state * shown)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("wrong_end", [False, True])
+def test_clip(wrong_end, flux_folder):
+    from transformers import AutoTokenizer, CLIPTextModel
+
+    model = livelier(CLIPTextModel.from_pretrained(flux_folder, subfolder="text_encoder"))
+    if wrong_end:
+        for owner in (model, model.config):
+            owner.eos_token_id = 2
+    tokenizer = AutoTokenizer.from_pretrained(flux_folder, subfolder="tokenizer")
+    tokens = tokenizer(CAPTIONS, padding="max_length", max_length=77, return_tensors="pt").input_ids
+    assert ClipEncoder.supports(model)
+    assert_close(ClipEncoder(model)(tokens), states_of(model, tokens))
 
 
 @torch.inference_mode()

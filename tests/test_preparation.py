@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,8 @@ from PIL import Image
 import latentry
 from latentry import Recipe, plan, prepare
 from latentry.datasets import TextToImageDataset
+from latentry.encode import TaskRunner
+from latentry.engines import local
 from latentry.errors import ConfigError, MetadataError, RunError
 from latentry.preparation import Progress
 from latentry.quality import latent_problem
@@ -691,6 +694,31 @@ def test_captions_are_let_go_one_by_one():
     for sample in samples[40:]:
         texts.drop(sample.caption.text)
     assert not texts._encoded
+
+
+def test_few_are_read_ahead_until_the_first_is_there(photos, tmp_path, monkeypatch):
+    """Clips that are decoded beside the first make the device wait for it."""
+    begun: list[object] = []
+    ahead: list[int] = []
+    batches = TaskRunner._batches
+
+    class Readers:
+        def submit(self, function, *arguments):
+            begun.append(arguments)
+            future = Future()
+            future.set_result(function(*arguments))
+            return future
+
+    def watched(self, tasks, readers, writers):
+        for number, batch in enumerate(batches(self, tasks, Readers(), writers)):
+            ahead.append(len(begun) - number)
+            yield batch
+
+    monkeypatch.setattr(TaskRunner, "_batches", watched)
+    monkeypatch.setattr(local.os, "cpu_count", lambda: 4)
+    prepare(SMALL, image_dir=photos, output_dir=tmp_path / "cache", batch_size=1)
+    assert ahead[0] == 2
+    assert max(ahead) > 3
 
 
 def test_readers_use_one_thread_each_and_the_caller_keeps_its_own():

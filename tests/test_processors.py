@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import gc
 import os
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +14,7 @@ from PIL import Image
 from latentry.errors import ConfigError, ModelError
 from latentry.media.images import decode_image, fit_to_bucket
 from latentry.processors import PROCESSORS, processor_class
-from latentry.processors.diffusers_model import folder_identity
+from latentry.processors.diffusers_model import folder_identity, padded_tokens
 from latentry.processors.flux import FluxProcessor
 from latentry.processors.tiny import TinyProcessor
 from latentry.quality import psnr_db
@@ -160,6 +162,37 @@ def test_flux_decodes_its_latents(flux):
     pixels = example_pixels(64)[0][None]
     restored = flux.decode_latents(flux.encode_pixels(pixels, None))
     assert (restored.shape, restored.dtype) == (pixels.shape, torch.uint8)
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_tokens_are_filled_up_as_the_tokenizer_does(flux, side):
+    captions = [*CAPTIONS, "a very long caption " * 40]
+    for tokenizer, length in ((flux._clip_tokens, 77), (flux._t5_tokens, 512), (flux._t5_tokens, 20)):
+        tokenizer.padding_side = side
+        expected = tokenizer(
+            captions, padding="max_length", max_length=length, truncation=True, return_tensors="pt"
+        )
+        tokens, mask = padded_tokens(tokenizer, captions, length)
+        tokenizer.padding_side = "right"
+        assert torch.equal(tokens, expected.input_ids)
+        assert torch.equal(mask, expected.attention_mask)
+
+
+@pytest.mark.parametrize("family", ["flux", "wan", "hunyuan"])
+def test_a_model_goes_when_its_processor_does(family, flux_folder, wan_folder, hunyuan_folder):
+    """At once, not when Python next looks for cycles: a GPU has no room for two."""
+    folder = {"flux": flux_folder, "wan": wan_folder, "hunyuan": hunyuan_folder}[family]
+    processor = processor_class(family)(str(folder), CPU, torch.float32)
+    processor.arrange_for_gpu()
+    processor.encode_texts(CAPTIONS)
+    models = [weakref.ref(part) for part in vars(processor).values() if isinstance(part, torch.nn.Module)]
+    assert len(models) >= 2
+    gc.disable()
+    try:
+        del processor
+        assert all(model() is None for model in models)
+    finally:
+        gc.enable()
 
 
 def test_flux_folders_that_will_not_do(flux_folder, tmp_path, monkeypatch):

@@ -42,6 +42,8 @@ MAX_FAILURES_IN_A_ROW = 100
 """So many bad files one after the other mean that something is wrong with more than the files."""
 TEXT_BATCH_SIZE = 32
 """Captions that are encoded together."""
+_SMALL_BYTES = 1 << 22
+"""What is no larger is copied from the device in one piece, for all captions of a batch."""
 _BATCHES_QUEUED = 2
 """On a GPU; a CPU has finished a batch when the call returns."""
 _TASKS_CLOSING = 2
@@ -147,8 +149,9 @@ class _Texts:
             batch, self._waiting = self._waiting[:TEXT_BATCH_SIZE], self._waiting[TEXT_BATCH_SIZE:]
             columns = in_halves(self._processor.encode_texts, batch)
             flags = [to_host(_finite(column)) for column in columns.values() if column.is_floating_point()]
+            columns = {key: to_host(c) if c.nbytes <= _SMALL_BYTES else c for key, c in columns.items()}
             for i, text in enumerate(batch):
-                # Each in memory of its own: one that is kept does not keep the others.
+                # What is large in memory of its own: one caption that is kept does not keep the others.
                 fields = {key: to_host(column[i : i + 1]) for key, column in columns.items()}
                 self._encoded[text] = _Text(fields, [flag[i] for flag in flags])
         taken = self._encoded[caption]

@@ -8,6 +8,7 @@ want them, and so are both token sequences.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,12 +20,14 @@ from latentry.processors.diffusers_model import (
     folder_identity,
     loading,
     model_folder,
+    padded_tokens,
     require_packages,
     scaled_pixels,
     tile,
     to_device,
     unscaled_pixels,
 )
+from latentry.processors.gpu.clip import ClipEncoder, states_of
 from latentry.processors.gpu.image_vae import ImageEncoder
 from latentry.processors.gpu.replay import Replayed
 from latentry.processors.gpu.t5 import TextEncoder
@@ -58,7 +61,7 @@ class FluxProcessor:
             module.to(device).eval().requires_grad_(False)
         self._encoder = VaeEncoder(self._vae, _BYTES_PER_PIXEL)
         self.bytes_needed = self._encoder.bytes_needed
-        self._clip_states: Callable[[torch.Tensor], torch.Tensor] = self._encode_clip
+        self._clip_states: Callable[[torch.Tensor], torch.Tensor] = partial(states_of, self._clip)
         self._gpu_t5: Replayed | None = None
         if device.type == "cuda":
             self.arrange_for_gpu()
@@ -82,7 +85,8 @@ class FluxProcessor:
     def arrange_for_gpu(self) -> None:
         """Encode by the quicker ways in ``gpu``: the same numbers, up to rounding."""
         self._encoder.arrange_for_gpu(ImageEncoder)
-        self._clip_states = Replayed(self._encode_clip)
+        if ClipEncoder.supports(self._clip):
+            self._clip_states = Replayed(ClipEncoder(self._clip))
         if TextEncoder.supports(self._t5):
             self._gpu_t5 = Replayed(TextEncoder(self._t5))
 
@@ -105,8 +109,8 @@ class FluxProcessor:
 
     @torch.inference_mode()
     def encode_texts(self, captions: list[str]) -> Columns:
-        clip_tokens = self._tokenize(self._clip_tokens, captions, CLIP_LENGTH)
-        t5_tokens = self._tokenize(self._t5_tokens, captions, T5_LENGTH)
+        clip_tokens, _ = padded_tokens(self._clip_tokens, captions, CLIP_LENGTH)
+        t5_tokens, _ = padded_tokens(self._t5_tokens, captions, T5_LENGTH)
         clip_states = self._clip_states(to_device(clip_tokens, self._device)).to(torch.bfloat16)
         if self._gpu_t5 is not None:
             prompt_embeds = self._gpu_t5(to_device(t5_tokens, self._device))
@@ -119,18 +123,6 @@ class FluxProcessor:
             "t5_tokens": t5_tokens,
             "prompt_embeds": prompt_embeds.to(torch.bfloat16),
         }
-
-    def _encode_clip(self, tokens: torch.Tensor) -> torch.Tensor:
-        """The states of all tokens, and after them the pooled one."""
-        found = self._clip(tokens, output_hidden_states=False)
-        return torch.cat([found.last_hidden_state, found.pooler_output[:, None]], dim=1)
-
-    @staticmethod
-    def _tokenize(tokenizer: Any, captions: list[str], length: int) -> torch.Tensor:
-        ids: torch.Tensor = tokenizer(
-            captions, padding="max_length", max_length=length, truncation=True, return_tensors="pt"
-        ).input_ids
-        return ids
 
     @torch.inference_mode()
     def decode_latents(self, latents: torch.Tensor) -> torch.Tensor:

@@ -17,6 +17,7 @@ from latentry.processors.diffusers_model import (
     folder_identity,
     loading,
     model_folder,
+    padded_tokens,
     require_packages,
     scaled_pixels,
     tile,
@@ -102,15 +103,8 @@ class WanProcessor:
     def encode_texts(self, captions: list[str]) -> Columns:
         from diffusers.pipelines.wan.pipeline_wan import prompt_clean
 
-        tokens = self._tokenizer(
-            [prompt_clean(caption) for caption in captions],
-            padding="max_length",
-            max_length=TEXT_LENGTH,
-            truncation=True,
-            return_attention_mask=True,
-            return_tensors="pt",
-        )
-        ids, mask = tokens.input_ids, tokens.attention_mask
+        cleaned = [prompt_clean(caption) for caption in captions]
+        ids, mask = padded_tokens(self._tokenizer, cleaned, TEXT_LENGTH)
         encode = self._encode_whole if self._gpu_umt5 is None else self._encode_by_length
         hidden = encode(ids, mask).masked_fill(to_device(mask, self._device)[:, :, None] == 0, 0)
         return {"text_embeddings": hidden.to(torch.bfloat16)}
