@@ -21,7 +21,6 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
@@ -63,7 +62,8 @@ def raw(folder: Path, batch_size: int) -> Callable[[], int]:
     assert isinstance(index, PackedIndex)
     places = [(index.place(i, "latents"), index.place(i, "text")) for i in range(len(index))]
     files = {place.file: os.open(folder / place.file, os.O_RDONLY) for pair in places for place in pair}
-    buffers = [[np.empty((batch_size, place.num_bytes), np.uint8) for place in places[0]] for _ in range(2)]
+    shapes = [(batch_size, place.num_bytes) for place in places[0]]
+    buffers = [[torch.empty(shape, dtype=torch.uint8).numpy() for shape in shapes] for _ in range(2)]
     rng = random.Random(0)
 
     def epoch() -> int:

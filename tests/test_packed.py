@@ -228,6 +228,23 @@ def test_shards_are_neither_small_nor_large(tmp_path, monkeypatch):
     assert_same_batches(build_images, cache, tmp_path / "packed", batch_size=7, num_workers=0)
 
 
+def test_rows_and_batches_are_aligned(tmp_path):
+    """By 64 bytes, whatever the sizes in between: some processors copy badly between odd places."""
+    rows = [
+        StoredRow({"tokens": torch.arange(77 + i), "flag": torch.ones(3, dtype=torch.bool), "big": torch.rand(9, 16)})
+        for i in range(5)
+    ]  # fmt: skip
+    write_shard(tmp_path, ["shard.safetensors"], rows)
+    assert [row.place.offset % 64 for row in rows] == [0] * 5
+    assert [layout.name for layout in rows[0].layouts] == ["big", "tokens", "flag"]
+    with safe_open(tmp_path / "shard.safetensors", "pt") as shard:
+        for i, row in enumerate(rows):
+            assert torch.equal(shard.get_tensor(f"{i}.tokens"), torch.arange(77 + i)), row.place
+    memory = BatchMemory()
+    for size in (1 << 18, (1 << 18) + 1, 1 << 22):
+        assert memory.empty((size,), torch.uint8).data_ptr() % 64 == 0
+
+
 def test_a_caption_is_stored_once_and_without_its_padding(photos, tmp_path):
     for path in photos.rglob("*"):
         if path.suffix in (".json", ".txt", ".jsonl"):

@@ -12,6 +12,7 @@ import sys
 import time
 from concurrent.futures import Future
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from PIL import Image
 import latentry
 from latentry import Recipe, plan, prepare
 from latentry.datasets import TextToImageDataset
-from latentry.encode import TaskRunner
+from latentry.encode import TaskRunner, _is_due
 from latentry.engines import local
 from latentry.errors import ConfigError, MetadataError, RunError
 from latentry.preparation import Progress
@@ -694,6 +695,21 @@ def test_captions_are_let_go_one_by_one():
     for sample in samples[40:]:
         texts.drop(sample.caption.text)
     assert not texts._encoded
+
+
+def test_the_end_of_a_task_takes_no_place_in_the_devices_queue():
+    batch, end = SimpleNamespace(samples=[0]), SimpleNamespace(samples=None)
+    for queued, due in (
+        ([], False),
+        ([batch, batch], False),
+        ([batch, batch, batch], True),
+        ([batch, batch, end], False),
+        ([batch, batch, end, batch], True),
+        ([batch, end, batch], False),
+        ([end, batch], True),
+    ):
+        assert _is_due(queued, 2) == due, queued
+        assert _is_due(queued, 0) == bool(queued), queued
 
 
 def test_few_are_read_ahead_until_the_first_is_there(photos, tmp_path, monkeypatch):

@@ -99,6 +99,15 @@ class _Queued:
     ready: torch.cuda.Event | None
 
 
+def _is_due(queued: Sequence[_Queued], most: int) -> bool:
+    """Whether the first is to be waited for, so that no more than so many batches are left to the device.
+
+    The end of a task is nothing to a device: if it counted, the device would run dry at each.
+    """
+    num_batches = sum(entry.samples is not None for entry in queued)
+    return bool(queued) and (queued[0].samples is None or num_batches > most)
+
+
 def to_host(tensor: torch.Tensor) -> torch.Tensor:
     """A copy in main memory, without waiting for it; there is nothing to do for what is there already."""
     if not tensor.is_cuda:
@@ -213,7 +222,7 @@ class TaskRunner:
             try:
                 for running, batch in self._batches(tasks, readers, writers):
                     queued.append(self._queue(running, batch))
-                    while len(queued) > (_BATCHES_QUEUED if on_gpu else 0):
+                    while _is_due(queued, _BATCHES_QUEUED if on_gpu else 0):
                         self._land(queued.popleft(), closing)
                     while closing and (
                         closing[0].writer.done() or len(closing) > (_TASKS_CLOSING if on_gpu else 0)

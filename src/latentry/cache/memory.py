@@ -18,6 +18,9 @@ import torch
 
 _MOST_IDLE = 16
 _SMALL_BYTES = 1 << 18
+ALIGNMENT = 64
+"""In bytes, of what batches are read into and of what shards hold; ``torch.save`` has the same. On some processors a
+copy takes five times as long where it moves bytes by less than 32 positions within a page."""
 
 
 class BatchMemory:
@@ -44,12 +47,19 @@ class BatchMemory:
         with self._lock:
             idle = [i for i, count in enumerate(_references(self._buffers)) if count <= _WHEN_IDLE]
             fitting = [i for i in idle if len(self._buffers[i]) == num_bytes]
-            taken = self._buffers[fitting[0]] if fitting else np.empty(num_bytes, np.uint8)
+            taken = self._buffers[fitting[0]] if fitting else _aligned(num_bytes)
             surplus = [i for i in idle if i not in fitting[:1]][:-_MOST_IDLE]
             self._buffers = [buffer for i, buffer in enumerate(self._buffers) if i not in surplus]
             if not fitting:
                 self._buffers.append(taken)
             return taken
+
+
+def _aligned(num_bytes: int) -> npt.NDArray[np.uint8]:
+    """Fresh memory at such an address."""
+    fresh = np.empty(num_bytes + ALIGNMENT, np.uint8)
+    start = -fresh.ctypes.data % ALIGNMENT
+    return fresh[start : start + num_bytes]
 
 
 def _references(buffers: list[npt.NDArray[np.uint8]]) -> list[int]:

@@ -19,11 +19,11 @@ import numpy as np
 import torch
 import xxhash
 
+from latentry.cache.memory import ALIGNMENT
 from latentry.storage import holds, publish, write_parts
 
 LEAST_SHARD_BYTES = 1 << 28
 USUAL_SHARD_BYTES = 1 << 29
-_ALIGNMENT = 8
 
 CONTAINER_DTYPES = {
     "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "I32": torch.int32,
@@ -102,18 +102,15 @@ def checksum(parts: Iterable[Any]) -> int:
 
 
 class StoredRow:
-    """A row on its way to a shard: a copy of its tensors' bytes, largest alignment first."""
+    """A row on its way to a shard: a copy of its tensors' bytes, those first whose sizes keep the next aligned."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
         self.place: Place | None = None
         """Where it is, once it is written; its bytes are let go then."""
-        pairs = sorted(tensors.items(), key=lambda pair: -pair[1].dtype.itemsize)
-        self.layouts: list[Layout] = []
-        self.contents: list[memoryview] = []
-        for name, tensor in pairs:
-            layout, content = _trimmed(name, tensor)
-            self.layouts.append(layout)
-            self.contents.append(content)
+        trimmed = [_trimmed(name, tensor) for name, tensor in tensors.items()]
+        trimmed.sort(key=lambda pair: -math.gcd(len(pair[1]), ALIGNMENT))
+        self.layouts = [layout for layout, _ in trimmed]
+        self.contents = [content for _, content in trimmed]
         self.checksum = checksum(self.contents)
         self.num_bytes = sum(len(content) for content in self.contents)
 
@@ -153,12 +150,12 @@ def write_shard(output: Path, names: Iterable[str], rows: Sequence[StoredRow]) -
         starts.append(position)
         for layout in row.layouts:
             enter(f"{number}.{layout.name}", layout.dtype, layout.stored_shape, layout.num_bytes)
-        gap = -position % _ALIGNMENT
+        gap = -position % ALIGNMENT
         if gap:
             enter(f"padding.{number}", "U8", [gap], gap)
         fillers.append(bytes(gap))
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % _ALIGNMENT)
+    text += b" " * (-(8 + len(text)) % ALIGNMENT)
     contents = (part for row, filler in zip(rows, fillers, strict=True) for part in (*row.contents, filler))
     parts = [len(text).to_bytes(8, "little"), text, *contents]
     for relative in names:
