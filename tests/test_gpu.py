@@ -14,6 +14,7 @@ from latentry.loader import build_text_to_image_multiresolution_dataloader
 from latentry.media.kinds import VideoChoices
 from latentry.preparation import Progress
 from latentry.processors import processor_class
+from latentry.processors.flux import FluxProcessor
 from latentry.testing import assert_same_cache
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -120,7 +121,18 @@ def little_memory():
     torch.cuda.set_per_process_memory_fraction(1.0)
 
 
-def test_where_memory_runs_out_batches_are_halved(photos, tmp_path, flux_folder, little_memory, caplog):
+def test_where_memory_runs_out_batches_are_halved(
+    photos, tmp_path, flux_folder, little_memory, caplog, monkeypatch
+):
+    sizes: list[int] = []
+    encode_pixels = FluxProcessor.encode_pixels
+
+    def watched(self, pixels, seeds):
+        sizes.append(len(pixels))
+        return encode_pixels(self, pixels, seeds)
+
+    monkeypatch.setattr(FluxProcessor, "encode_pixels", watched)
+
     def run(name: str, batch_size: int | None = None) -> int:
         """The memory it took, at most."""
         torch.cuda.empty_cache()
@@ -135,9 +147,14 @@ def test_where_memory_runs_out_batches_are_halved(photos, tmp_path, flux_folder,
         return torch.cuda.max_memory_reserved()
 
     enough_for_two = run("by twos", batch_size=2) * 9 // 8
+    sizes.clear()
     assert run("whole") > enough_for_two, "all would have fitted: this test shows nothing"
+    whole_sizes = [*sizes]
+    sizes.clear()
     little_memory(enough_for_two)
-    assert run("halved") <= enough_for_two
+    run("halved")
+    assert sum(sizes) > 96, "nothing was tried again"
+    assert max(sizes) in whole_sizes
     assert "in tiles" not in caplog.text
     paths = list((tmp_path / "whole").glob("*x*/*.meta"))
     assert len(paths) == 96

@@ -9,6 +9,7 @@ import pickle
 import random
 import shutil
 import threading
+import weakref
 import zipfile
 from pathlib import Path
 
@@ -549,6 +550,26 @@ def test_a_batch_is_read_into_place_and_not_copied(both):
     assert batch["text_embeddings"].data_ptr() == items[0]["prompt_embeds"].data_ptr()
     mixed = loader.collate_fn([items[2], items[0]])
     assert torch.equal(mixed["image_latents"], torch.stack([items[2]["latent"], items[0]["latent"]]))
+
+
+@pytest.mark.parametrize("form", [0, 1])
+def test_items_of_a_batch_are_dictionaries_and_keep_nothing_alive(both, form):
+    dataset = TextToImageDataset(both[form])
+    items = dataset.__getitems__([0, 1])
+    assert str(dataset.cache_dir) in items[1].where
+    again = pickle.loads(pickle.dumps(items[0]))
+    assert type(again) is dict
+    assert again.keys() == items[0].keys()
+    assert type(items[0])({"prompt": "x"}) == {"prompt": "x"}, (
+        "as libraries rebuild what they move to a device"
+    )
+    reference = weakref.ref(items[0]["latent"])
+    for item in items:
+        for key in [key for key, value in item.items() if isinstance(value, torch.Tensor)]:
+            del item[key]
+    del item, again
+    assert reference() is None
+    assert str(dataset.cache_dir) in items[1].where
 
 
 def test_some_rows_of_a_packed_cache(both):

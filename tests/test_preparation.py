@@ -22,7 +22,7 @@ from PIL import Image
 import latentry
 from latentry import Recipe, plan, prepare
 from latentry.datasets import TextToImageDataset
-from latentry.encode import TaskRunner, _is_due
+from latentry.encode import TaskRunner, _feeding_a_gpu, _is_due
 from latentry.engines import local
 from latentry.errors import ConfigError, MetadataError, RunError
 from latentry.preparation import Progress
@@ -679,7 +679,7 @@ def test_latents_and_texts_of_nan_stop_the_run_after_a_hundred(photos, tmp_path,
     assert len(result.failures) == 2
 
 
-def test_captions_are_let_go_one_by_one():
+def test_captions_are_let_go_one_by_one(monkeypatch):
     from latentry.encode import _Texts
     from latentry.processors.tiny import TinyProcessor
     from latentry.records import Caption, PlannedSample, SourceFile
@@ -688,13 +688,30 @@ def test_captions_are_let_go_one_by_one():
         PlannedSample(SourceFile(f"{i}.jpg", 1, 1), Caption(f"number {i % 40}", "txt"), 64, 64, 0, (64, 64))
         for i in range(80)
     ]
+    monkeypatch.setattr("latentry.encode._SMALL_BYTES", 64)
     texts = _Texts(TinyProcessor("embedded", torch.device("cpu"), torch.float32), samples)
     for sample in samples[:40]:
-        texts.take(sample.caption.text)
+        for field in texts.take(sample.caption.text).fields.values():
+            assert field.untyped_storage().nbytes() <= max(field.nbytes, 64)
     assert len(texts._encoded) == 40
     for sample in samples[40:]:
         texts.drop(sample.caption.text)
     assert not texts._encoded
+
+
+def test_feeding_a_gpu_leaves_python_and_torch_as_they_were():
+    before = (torch.get_num_threads(), sys.getswitchinterval())
+    inside = []
+
+    @_feeding_a_gpu()
+    def stopped() -> None:
+        inside.append((torch.get_num_threads(), sys.getswitchinterval() < before[1]))
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        stopped()
+    assert inside == [(1, True)]
+    assert (torch.get_num_threads(), sys.getswitchinterval()) == before
 
 
 def test_the_end_of_a_task_takes_no_place_in_the_devices_queue():

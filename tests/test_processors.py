@@ -4,6 +4,7 @@ import gc
 import os
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -176,6 +177,8 @@ def test_tokens_are_filled_up_as_the_tokenizer_does(flux, side):
         tokenizer.padding_side = "right"
         assert torch.equal(tokens, expected.input_ids)
         assert torch.equal(mask, expected.attention_mask)
+    with pytest.raises(ModelError, match="no padding token"):
+        padded_tokens(SimpleNamespace(pad_token_id=None), captions, 77)
 
 
 @pytest.mark.parametrize("family", ["flux", "wan", "hunyuan"])

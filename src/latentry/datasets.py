@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,14 +36,17 @@ PLAIN_FIELDS = ("original_resolution", "crop_offset", "aspect_ratio", "bucket_id
 class BatchItem(dict[str, Any]):
     """A sample that was read together with others: its tensors lie beside theirs, and nobody else has them."""
 
-    def __init__(self, item: Mapping[str, Any], sample: CachedSample) -> None:
+    def __init__(
+        self, item: Mapping[str, Any] | Iterable[Any] = (), samples: Samples | None = None, row: int = 0
+    ) -> None:
         super().__init__(item)
-        self._sample = sample
+        self._samples = samples
+        self._row = row
 
     @property
     def where(self) -> str:
         """Its place, for people; looked up only when it is asked for."""
-        return self._sample.where
+        return "a sample" if self._samples is None else self._samples.where(self._row)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (dict, (dict(self),))  # in another process its tensors lie alone
@@ -203,6 +206,9 @@ class CachedSample:
     def file(self) -> str:
         return os.path.join(self._dataset.cache_dir, self._dataset.samples.file(self._row))
 
+    def of_batch(self, item: Mapping[str, Any]) -> BatchItem:
+        return BatchItem(item, self._dataset.samples, self._row)
+
     def value(self, key: str) -> Any:
         if self.data.get(key) is None:
             raise CacheFileError(f"{self.where} has no {key}; it holds {', '.join(map(str, self.data))}")
@@ -264,8 +270,9 @@ class TextToImageDataset(BaseMultiresolutionDataset):
         """A batch at once; its tensors lie side by side, so that collating copies nothing."""
         if type(self).__getitem__ is not TextToImageDataset.__getitem__:
             return super().__getitems__(indices)
-        samples = self._load_many(indices, self._tensor_names)
-        return [BatchItem(self._item(sample), sample) for sample in samples]
+        return [
+            sample.of_batch(self._item(sample)) for sample in self._load_many(indices, self._tensor_names)
+        ]
 
     @property
     def _tensor_names(self) -> tuple[str, ...]:
@@ -326,7 +333,7 @@ class TextToVideoDataset(BaseMultiresolutionDataset):
         if type(self).__getitem__ is not TextToVideoDataset.__getitem__:
             return super().__getitems__(indices)
         names = ("video_latents", "text_embeddings", *VIDEO_OPTIONAL_FIELDS)
-        return [BatchItem(self._item(sample), sample) for sample in self._load_many(indices, names)]
+        return [sample.of_batch(self._item(sample)) for sample in self._load_many(indices, names)]
 
     def _item(self, sample: CachedSample) -> dict[str, Any]:
         shape = sample.shape

@@ -116,6 +116,11 @@ def to_host(tensor: torch.Tensor) -> torch.Tensor:
     return host.copy_(tensor, non_blocking=True)
 
 
+def _copied(tensor: torch.Tensor) -> torch.Tensor:
+    """The same in main memory, and in memory of its own."""
+    return to_host(tensor) if tensor.is_cuda else tensor.clone()
+
+
 def in_halves(call: Callable[[Any], Columns], batch: Any) -> Columns:
     """``call(batch)``; where the device's memory is too small for that, of its halves."""
     try:
@@ -158,10 +163,13 @@ class _Texts:
             batch, self._waiting = self._waiting[:TEXT_BATCH_SIZE], self._waiting[TEXT_BATCH_SIZE:]
             columns = in_halves(self._processor.encode_texts, batch)
             flags = [to_host(_finite(column)) for column in columns.values() if column.is_floating_point()]
-            columns = {key: to_host(c) if c.nbytes <= _SMALL_BYTES else c for key, c in columns.items()}
+            small = {key: to_host(column) for key, column in columns.items() if column.nbytes <= _SMALL_BYTES}
             for i, text in enumerate(batch):
                 # What is large in memory of its own: one caption that is kept does not keep the others.
-                fields = {key: to_host(column[i : i + 1]) for key, column in columns.items()}
+                fields = {
+                    key: small[key][i : i + 1] if key in small else _copied(column[i : i + 1])
+                    for key, column in columns.items()
+                }
                 self._encoded[text] = _Text(fields, [flag[i] for flag in flags])
         taken = self._encoded[caption]
         self.drop(caption)
@@ -367,14 +375,15 @@ class TaskRunner:
         pixels = torch.empty((len(cuts), *cuts[0].shape), dtype=torch.uint8, pin_memory=on_gpu)
         torch.stack(cuts, out=pixels)
         texts = [running.texts.take(decoded.sample.caption.text) for decoded in batch]
-        latents = self._encode_pixels(batch, pixels.to(self._device, non_blocking=True))
+        on_device = pixels.to(self._device, non_blocking=True)
+        latents = self._encode_pixels(batch, on_device)
         extras: Columns = {}
         if self._recipe.video is None or self._recipe.video.mode == "video":
             extras = in_halves(self._processor.media_fields, pixels)
         psnrs: list[float | None] = [None] * len(batch)
         if self._verify:
             restored = in_halves(lambda part: {"pixels": self._processor.decode_latents(part)}, latents)
-            psnrs = [psnr_db(*pair) for pair in zip(pixels, restored["pixels"], strict=True)]
+            psnrs = [psnr_db(*pair) for pair in zip(on_device, restored["pixels"], strict=True)]
         problems = to_host(latent_flags(latents))
         latents = to_host(latents)
         extras = {key: to_host(column) for key, column in extras.items()}

@@ -30,6 +30,6 @@ def latent_problem(latent: torch.Tensor) -> str | None:
 
 
 def psnr_db(original: torch.Tensor, restored: torch.Tensor) -> float:
-    """Peak signal-to-noise ratio of two uint8 pictures or clips, in decibels; 99 at most."""
-    error = (original.float() - restored.float()).square().mean().item()
+    """Peak signal-to-noise ratio of two uint8 pictures or clips, in decibels; 99 at most. Computed where the second is."""
+    error = (original.to(restored.device).float() - restored.float()).square().mean().item()
     return min(99.0, 10 * math.log10(255**2 / error)) if error > 0 else 99.0

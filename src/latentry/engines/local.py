@@ -2,7 +2,7 @@
 
 A single device is served by the calling process. With several, each has a process of its own that pulls
 tasks until there are none; a task is committed by whoever ran it, so a worker that dies loses only the
-tasks it was at: the one it encoded, and the next, which it had begun to read.
+tasks it was at: those it read, encoded or still wrote, and none that was committed.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ class Processor(Protocol):
         """The fields, besides latents, that come from the samples' pixels; mostly none."""
 
     def decode_latents(self, latents: torch.Tensor) -> torch.Tensor:
-        """Stored latents back to uint8 pixels."""
+        """Stored latents back to uint8 pixels, on the device."""
 
     def bytes_needed(self, pixels: torch.Tensor) -> int:
         """Device memory that encoding these takes, as far as it is known; 0 if it is not."""

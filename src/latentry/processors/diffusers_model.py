@@ -80,13 +80,15 @@ def loading(folder: Path) -> Iterator[None]:
 
 def scaled_pixels(pixels: torch.Tensor, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
     """uint8 to -1 … 1, by the steps that diffusers' image processors take."""
-    scaled = to_device(pixels, device).float()  # a copy, so that a clip's gigabyte is there once
+    scaled = to_device(pixels, device).to(
+        torch.float32, copy=True
+    )  # then in place: a clip takes half a gigabyte
     return scaled.div_(255).mul_(2).sub_(1).to(dtype)
 
 
 def unscaled_pixels(pixels: torch.Tensor) -> torch.Tensor:
     """-1 … 1 back to uint8."""
-    return ((pixels.float() / 2 + 0.5).clamp(0, 1) * 255).round().to(torch.uint8).cpu()
+    return ((pixels.float() / 2 + 0.5).clamp(0, 1) * 255).round().to(torch.uint8)
 
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -101,6 +103,10 @@ def padded_tokens(tokenizer: Any, captions: list[str], length: int) -> tuple[tor
 
     Its own filling makes a Python number of every position and takes several times as long as its reading.
     """
+    if tokenizer.pad_token_id is None:
+        raise ModelError(
+            f"the model's {type(tokenizer).__name__} has no padding token; its folder is incomplete"
+        )
     found = tokenizer(captions, max_length=length, truncation=True, return_attention_mask=False).input_ids
     tokens = torch.full((len(captions), length), tokenizer.pad_token_id)
     mask = torch.zeros_like(tokens)

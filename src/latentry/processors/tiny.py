@@ -80,7 +80,7 @@ class TinyProcessor:
 
     def _decode_pictures(self, latents: torch.Tensor) -> torch.Tensor:
         pixels = self._autoencoder.decode(latents.to(self._device, self._dtype))
-        return ((pixels.float() + 1) * 127.5).round().clamp(0, 255).to(torch.uint8).cpu()
+        return ((pixels.float() + 1) * 127.5).round().clamp(0, 255).to(torch.uint8)
 
     def enable_tiling(self) -> bool:
         return False
