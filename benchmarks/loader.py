@@ -1,19 +1,24 @@
 """Serving FLUX 1024p samples from a warm disk cache, in random order: raw reads, this loader, the usual way.
 
-    python benchmarks/loader.py [--samples 256] [--batch_size 8] [--workers 2] [--folder /tmp]
+    python benchmarks/loader.py [--samples 256] [--batch_size 8] [--workers 2] [--rounds 3] [--folder /tmp]
 
 A sample is a latent of 16x128x128 float16 and text of 512x4096 bfloat16 (with its pooled vector): 4.7 MB. "raw" is
 ``preadv`` of a packed cache's bytes into the same buffers again and again, nothing else. "usual" is a ``torch.load``
 for each sample and a ``torch.stack`` for each batch under PyTorch's own loader. Every way reads the whole cache twice
-before it is timed, so that checksums, which are looked at once, have been; the first epoch is timed as well.
+before it is timed, so that checksums, which are looked at once, have been; the first epoch is timed as well. Each has a
+process of its own, and they take turns: what one leaves behind in memory is nothing to the others, and a machine that
+grows slower is so for all.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import random
 import shutil
+import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -31,6 +36,7 @@ from latentry.loader import build_text_to_image_multiresolution_dataloader
 from latentry.testing.caches import write_metadata
 
 EPOCHS = 3
+WAYS = ("raw", "packed", "files", "usual", "packed workers", "files workers", "usual workers")
 
 
 def write_cache(folder: Path, count: int) -> None:
@@ -110,18 +116,33 @@ def own_memory_mb() -> float:
         return sum(int(line.split()[1]) for line in file if line.startswith("Private_Dirty")) / 1024
 
 
-def measure(label: str, epoch: Callable[[], int]) -> float:
+def measure(epoch: Callable[[], int]) -> dict[str, float]:
     started = time.perf_counter()
     first = epoch() / (time.perf_counter() - started)
     epoch()
     before = own_memory_mb()
     started = time.perf_counter()
     rate = sum(epoch() for _ in range(EPOCHS)) / (time.perf_counter() - started)
-    grown = own_memory_mb() - before
-    print(
-        f"{label:34s} {rate:8.0f} samples/s   first epoch {first:7.0f}   memory {grown:+5.0f} MB", flush=True
+    return {"rate": rate, "first": first, "grown_mb": own_memory_mb() - before}
+
+
+def epochs_of(way: str, folder: Path, batch_size: int, workers: int) -> Callable[[], int]:
+    """What reads the whole cache once, in this way."""
+    form, _, with_workers = way.partition(" ")
+    workers = workers if with_workers else 0
+    if form == "raw":
+        return raw(folder / "packed", batch_size)
+    if form == "usual":
+        dataset = UsualDataset(folder / "files")
+        usual = DataLoader(
+            dataset, batch_size=batch_size, shuffle=True, collate_fn=usual_collate,
+            num_workers=workers, persistent_workers=workers > 0,
+        )  # fmt: skip
+        return served(usual, len(dataset))
+    built, _ = build_text_to_image_multiresolution_dataloader(
+        cache_dir=folder / form, batch_size=batch_size, num_workers=workers
     )
-    return rate
+    return served(built, len(built) * batch_size)
 
 
 def main() -> None:
@@ -129,48 +150,53 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=256)
     parser.add_argument("--batch_size", type=int, default=8)
     parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--folder", type=Path)
+    parser.add_argument("--way", choices=WAYS, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.way:
+        print(
+            json.dumps(measure(epochs_of(options.way, options.folder, options.batch_size, options.workers)))
+        )
+        return
     work = Path(tempfile.mkdtemp(dir=options.folder))
     try:
         write_cache(work / "files", options.samples)
         convert_cache(work / "files", work / "packed", "packed")
-
-        def loader(form: str, workers: int) -> Callable[[], int]:
-            built, _ = build_text_to_image_multiresolution_dataloader(
-                cache_dir=work / form, batch_size=options.batch_size, num_workers=workers, prefetch_factor=2
-            )
-            return served(built, len(built) * options.batch_size)
-
-        def usual(workers: int) -> Callable[[], int]:
-            built = DataLoader(
-                UsualDataset(work / "files"), batch_size=options.batch_size, shuffle=True, collate_fn=usual_collate,
-                num_workers=workers, persistent_workers=workers > 0,
-            )  # fmt: skip
-            return served(built, options.samples)
-
-        workers = options.workers
-        print(
-            f"{options.samples} samples, batches of {options.batch_size}, {os.cpu_count()} cores, Python {sys.version.split()[0]}"
-        )
-        rates = {
-            "raw": measure("raw preadv", raw(work / "packed", options.batch_size)),
-            "packed": measure("latentry, packed", loader("packed", 0)),
-            "files": measure("latentry, a file each", loader("files", 0)),
-            "usual": measure("torch.load and stack", usual(0)),
-            "packed_workers": measure(f"latentry, packed, {workers} workers", loader("packed", workers)),
-            "files_workers": measure(f"latentry, a file each, {workers} workers", loader("files", workers)),
-            "usual_workers": measure(f"torch.load and stack, {workers} workers", usual(workers)),
-        }
-        print(
-            f"packed is {rates['packed'] / rates['raw']:.0%} of raw and {rates['packed'] / rates['usual']:.1f} times "
-            f"the usual way; a file each {rates['files'] / rates['usual']:.1f} times; with workers packed "
-            f"{rates['packed_workers'] / rates['packed']:.2f}, a file each "
-            f"{rates['files_workers'] / rates['files']:.2f}, the usual way "
-            f"{rates['usual_workers'] / rates['usual']:.2f} of what they are without"
-        )
+        compare(work, options)
     finally:
         shutil.rmtree(work)
+
+
+def compare(folder: Path, options: argparse.Namespace) -> None:
+    print(
+        f"{options.samples} samples, batches of {options.batch_size}, {options.workers} workers, {os.cpu_count()} cores, "
+        f"Python {sys.version.split()[0]}; medians of {options.rounds} rounds"
+    )
+    found: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
+    for _ in range(options.rounds):
+        for way in WAYS:
+            arguments = ["--way", way, "--folder", folder, "--batch_size", options.batch_size]
+            arguments += ["--workers", options.workers]
+            command = [sys.executable, __file__, *map(str, arguments)]
+            output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+            found[way].append(json.loads(output))
+    rates = {way: statistics.median(result["rate"] for result in results) for way, results in found.items()}
+    for way, results in found.items():
+        middle = {key: statistics.median(result[key] for result in results) for key in results[0]}
+        low, high = (choose(result["rate"] for result in results) for choose in (min, max))
+        print(
+            f"{way:20s} {middle['rate']:6.0f} samples/s ({low:.0f} to {high:.0f})   first epoch {middle['first']:6.0f}   "
+            f"memory {middle['grown_mb']:+5.0f} MB"
+        )
+    print(
+        f"packed is {rates['packed'] / rates['raw']:.0%} of raw and {rates['packed'] / rates['usual']:.1f} times the usual "
+        f"way; a file each {rates['files'] / rates['usual']:.1f} times; with workers "
+        + ", ".join(
+            f"{form} {rates[f'{form} workers'] / rates[form]:.2f}" for form in ("packed", "files", "usual")
+        )
+        + " of what they are without"
+    )
 
 
 if __name__ == "__main__":

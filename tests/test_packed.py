@@ -7,6 +7,7 @@ import json
 import os
 import pickle
 import random
+import re
 import shutil
 import threading
 import weakref
@@ -25,6 +26,7 @@ from latentry import Recipe, prepare, verify_cache
 from latentry.cache import packed, shards, writer
 from latentry.cache.memory import BatchMemory
 from latentry.cache.outline import Stored, read_outline
+from latentry.cache.reads import Reads
 from latentry.cache.samples import OpenShards
 from latentry.cache.shards import StoredRow, write_shard
 from latentry.cache.torch_file import torch_file_parts
@@ -550,6 +552,27 @@ def test_a_batch_is_read_into_place_and_not_copied(both):
     assert batch["text_embeddings"].data_ptr() == items[0]["prompt_embeds"].data_ptr()
     mixed = loader.collate_fn([items[2], items[0]])
     assert torch.equal(mixed["image_latents"], torch.stack([items[2]["latent"], items[0]["latent"]]))
+
+
+@pytest.mark.parametrize("form", [0, 1])
+def test_batches_that_several_threads_read_are_the_same(both, form, tmp_path, monkeypatch):
+    cache = Path(shutil.copytree(both[form], tmp_path / "cache"))
+    rows = list(range(0, 29, 3))
+    alone = TextToImageDataset(cache).__getitems__(rows)
+    monkeypatch.setattr("latentry.cache.reads._WORTHWHILE_BYTES", 0)
+    dataset = TextToImageDataset(cache)
+    dataset.reads = Reads(4)
+    together = dataset.__getitems__(rows)
+    assert any(thread.name.startswith("latentry-read") for thread in threading.enumerate())
+    for mine, reference in zip(together, alone, strict=True):
+        assert mine.keys() == reference.keys()
+        for key, value in reference.items():
+            assert torch.equal(mine[key], value) if isinstance(value, torch.Tensor) else mine[key] == value
+    path = cache / dataset.samples.file(rows[4])
+    os.truncate(path, path.stat().st_size * 9 // 10)
+    fresh = TextToImageDataset(cache)
+    with pytest.raises(CacheFileError, match=re.escape(path.name)):
+        fresh.__getitems__([*rows, *range(29)])
 
 
 @pytest.mark.parametrize("form", [0, 1])

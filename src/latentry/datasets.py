@@ -21,6 +21,7 @@ from latentry.cache.index import CacheIndex, index_of_rows, open_index
 from latentry.cache.memory import BatchMemory
 from latentry.cache.metadata import LazyRows, MetadataRows
 from latentry.cache.packed import PackedIndex, PackedRows
+from latentry.cache.reads import Reads
 from latentry.cache.samples import FileSamples, PackedSamples, Samples, open_samples
 from latentry.errors import CacheFileError, ConfigError
 from latentry.records import BucketShape
@@ -67,6 +68,7 @@ class BaseMultiresolutionDataset(Dataset[dict[str, Any]], ABC):
         self.cache_dir = Path(cache_dir).expanduser().absolute()
         self.calculator = MultiTierBucketCalculator(quantization=quantization)
         self.batch_memory = BatchMemory()
+        self.reads = Reads()
         self._open()
 
     def _open(self) -> None:
@@ -184,7 +186,7 @@ class BaseMultiresolutionDataset(Dataset[dict[str, Any]], ABC):
     def _load_many(self, indices: Sequence[int], names: Collection[str]) -> list[CachedSample]:
         """Several samples, with these of their tensors, side by side in memory that is used again and again."""
         rows = [range(len(self))[idx] for idx in indices]
-        loaded = self.samples.load_many(rows, (*names, *PLAIN_FIELDS), self.batch_memory)
+        loaded = self.samples.load_many(rows, {*names, *PLAIN_FIELDS}, self.batch_memory, self.reads)
         return [CachedSample(self, row, data) for row, data in zip(rows, loaded, strict=True)]
 
 
@@ -214,15 +216,15 @@ class CachedSample:
             raise CacheFileError(f"{self.where} has no {key}; it holds {', '.join(map(str, self.data))}")
         return self.data[key]
 
-    def pair(self, key: str) -> torch.Tensor:
-        """Two whole numbers, such as a resolution, as a tensor."""
+    def pair(self, key: str) -> tuple[int, int]:
+        """Two whole numbers, such as a resolution."""
         value = self.value(key)
         try:
             first, second = (int(number) for number in value)
         except (TypeError, ValueError, RuntimeError):
             found = " ".join(repr(value).split())
             raise CacheFileError(f"{self.where}: {key} is {found}; it must be two numbers") from None
-        return torch.tensor([first, second])
+        return first, second
 
     def tensor(self, key: str, num_dims: int) -> torch.Tensor:
         """The tensor under this key; a leading dimension of 1 too many is taken off."""
@@ -264,15 +266,14 @@ class TextToImageDataset(BaseMultiresolutionDataset):
         super().__init__(cache_dir, quantization=64)
 
     def __getitem__(self, idx: int) -> dict[str, Any]:
-        return self._item(self._load(idx))
+        return self._items([self._load(idx)])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Any]]:
         """A batch at once; its tensors lie side by side, so that collating copies nothing."""
         if type(self).__getitem__ is not TextToImageDataset.__getitem__:
             return super().__getitems__(indices)
-        return [
-            sample.of_batch(self._item(sample)) for sample in self._load_many(indices, self._tensor_names)
-        ]
+        samples = self._load_many(indices, self._tensor_names)
+        return [sample.of_batch(item) for sample, item in zip(samples, self._items(samples), strict=True)]
 
     @property
     def _tensor_names(self) -> tuple[str, ...]:
@@ -280,11 +281,19 @@ class TextToImageDataset(BaseMultiresolutionDataset):
             return ("latent", "clip_tokens", "t5_tokens")
         return ("latent", "prompt_embeds", "pooled_prompt_embeds", "clip_hidden")
 
+    def _items(self, samples: Sequence[CachedSample]) -> list[dict[str, Any]]:
+        items = [self._item(sample) for sample in samples]
+        for key in ("crop_resolution", "original_resolution", "crop_offset"):
+            pairs = torch.tensor([item[key] for item in items])  # at once: making a tensor is slow
+            for item, pair in zip(items, pairs.unbind(), strict=True):
+                item[key] = pair
+        return items
+
     def _item(self, sample: CachedSample) -> dict[str, Any]:
         shape = sample.shape
         item: dict[str, Any] = {
             "latent": sample.latents("latent", 3),
-            "crop_resolution": torch.tensor([shape.width, shape.height]),
+            "crop_resolution": (shape.width, shape.height),
             "original_resolution": sample.pair("original_resolution"),
             "crop_offset": sample.pair("crop_offset"),
             "prompt": sample.value("prompt"),

@@ -23,6 +23,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from latentry.cache.memory import BatchMemory
+from latentry.cache.reads import Reads
 from latentry.datasets import (
     VIDEO_OPTIONAL_FIELDS,
     BaseMultiresolutionDataset,
@@ -210,6 +211,8 @@ class LatentDataLoader(DataLoader[Any]):
     ) -> None:
         # Batches are put together in page-locked memory, if that is wanted, not copied there.
         dataset.batch_memory = BatchMemory(config.pin_memory and torch.cuda.is_available())
+        if config.num_workers:  # several batches are read at a time, so each by one thread
+            dataset.reads = Reads(1)
         super().__init__(
             dataset,
             batch_sampler=sampler,

@@ -29,6 +29,7 @@ from latentry.storage import inside, publish
 INDEX_VERSION = 2
 BLOCK_ROWS = 1 << 16
 _BLOCKS_KEPT = 512
+_PLAIN_VALUES = msgspec.json.Decoder(dict[str, Any])
 
 PARTS = ("latents", "text", "frames")
 """What is stored apart: what every sample has for itself, what samples of one caption share, what training
@@ -315,7 +316,7 @@ class _Block:
         """File, row, offset, layout and checksum."""
         row, offset, layout, checksum = self._places[part]
         return (
-            self.text(f"{part}_file", i), int(row[i]), int(offset[i]), int(layout[i]), int(checksum[i]),
+            self.text(f"{part}_file", i), row.item(i), offset.item(i), layout.item(i), checksum.item(i),
         )  # fmt: skip
 
     def text(self, column: str, i: int) -> str:
@@ -323,13 +324,13 @@ class _Block:
 
     def json(self, column: str, i: int) -> dict[str, Any]:
         try:
-            return msgspec.json.decode(self._bytes(column, i), type=dict[str, Any])
+            return _PLAIN_VALUES.decode(self._bytes(column, i))
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise MetadataError(f"{self._path} is damaged: {error}") from None
 
     def _bytes(self, column: str, i: int) -> bytes:
         ends, characters = self._texts[column]
-        start, end = int(ends[i]), int(ends[i + 1])
+        start, end = ends.item(i), ends.item(i + 1)
         if not 0 <= start <= end <= len(characters):
             raise MetadataError(f"{self._path} is damaged: a text in column {column} has no bounds")
         return bytes(characters[start:end])

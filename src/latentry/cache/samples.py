@@ -10,9 +10,12 @@ import functools
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -23,11 +26,13 @@ from latentry.cache.index import CacheIndex
 from latentry.cache.memory import BatchMemory
 from latentry.cache.outline import Stored, read_outline
 from latentry.cache.packed import PackedIndex, part_of
+from latentry.cache.reads import Reads
 from latentry.cache.shards import Layout, Place, checksum, names_of
 from latentry.errors import CacheFileError, CacheNotFoundError
 from latentry.storage import KnownFolders, inside, open_regular
 
 _FILES_KEPT_OPEN = 256
+_FILES_AT_ONCE = 64
 Dictionary = dict[str, Any]
 
 
@@ -44,7 +49,9 @@ class Samples(Protocol):
     def load(self, row: int) -> Dictionary:
         """Everything that is stored of a sample."""
 
-    def load_many(self, rows: Sequence[int], names: Collection[str], memory: BatchMemory) -> list[Dictionary]:
+    def load_many(
+        self, rows: Sequence[int], names: Collection[str], memory: BatchMemory, reads: Reads
+    ) -> list[Dictionary]:
         """Several samples, with these tensors and all plain values; tensors lie side by side in ``memory``."""
 
 
@@ -75,67 +82,108 @@ class FileSamples:
     def load(self, row: int) -> Dictionary:
         return load_cache_file(self._cache_dir, self._index.relative_file(row))
 
-    def load_many(self, rows: Sequence[int], names: Collection[str], memory: BatchMemory) -> list[Dictionary]:
-        bases: dict[str, torch.Tensor] = {}
-        samples = []
-        for i, row in enumerate(rows):
-            relative = self._index.relative_file(row)
-            path = self._folders.inside(relative)
+    def load_many(
+        self, rows: Sequence[int], names: Collection[str], memory: BatchMemory, reads: Reads
+    ) -> list[Dictionary]:
+        batch = _FileBatch(len(rows), names, memory)
+        for start in range(0, len(rows), _FILES_AT_ONCE):
+            with ExitStack() as files:
+                for row in rows[start : start + _FILES_AT_ONCE]:
+                    relative = self._index.relative_file(row)
+                    file = files.enter_context(_opened(self._folders.inside(relative)))
+                    data = read_outline(file.descriptor, os.path.splitext(relative)[1])
+                    if data is None:
+                        data = load_cache_file(self._cache_dir, relative)
+                    batch.add(file, data)
+                batch.read(reads)
+        return batch.samples
+
+
+class _FileBatch:
+    """Samples as they are put together: first where everything goes, then all reads at once."""
+
+    def __init__(self, count: int, names: Collection[str], memory: BatchMemory) -> None:
+        self.samples: list[Dictionary] = []
+        self._count = count
+        self._names = names
+        self._memory = memory
+        self._bases: dict[str, torch.Tensor] = {}
+        self._waiting: list[_Read] = []
+
+    def add(self, file: _OpenFile, data: Dictionary) -> None:
+        """The next sample: what its file holds, tensors that are wanted to be read or copied into place."""
+        sample = {}
+        for name, value in data.items():
+            if not isinstance(value, (Stored, torch.Tensor)):
+                sample[name] = value
+            elif name in self._names:
+                sample[name] = room = self._room(name, value)
+                if isinstance(value, Stored):
+                    self._waiting.append(_Read(room, file, value.offset))
+                elif value.layout == torch.strided:
+                    room.copy_(value)
+                else:
+                    raise CacheFileError(
+                        f"{file.path}: {name} is {value.layout}; only plain tensors can be served"
+                    )
+        self.samples.append(sample)
+
+    def read(self, reads: Reads) -> None:
+        """Read what is still to be read, while the files are open."""
+        reads.run(self._waiting, sum(read.room.nbytes for read in self._waiting))
+        self._waiting = []
+
+    def _room(self, name: str, like: Stored | torch.Tensor) -> torch.Tensor:
+        """Where the tensor goes: beside the other samples', if it is like the first one's."""
+        shape = tuple(like.shape)
+        if name not in self._bases:
+            self._bases[name] = self._memory.empty((self._count, *shape), like.dtype)
+        base = self._bases[name]
+        alike = (base.dtype, tuple(base.shape[1:])) == (like.dtype, shape)
+        return base[len(self.samples)] if alike else torch.empty(shape, dtype=like.dtype)
+
+
+class _OpenFile(NamedTuple):
+    descriptor: int
+    path: str
+
+
+@contextmanager
+def _opened(path: str) -> Iterator[_OpenFile]:
+    try:
+        descriptor = open_regular(path)
+    except FileNotFoundError:
+        raise CacheNotFoundError(f"{path} is absent, but the cache's metadata lists it") from None
+    except OSError as error:
+        raise CacheFileError(f"{path} cannot be read: {error.strerror}") from None
+    try:
+        yield _OpenFile(descriptor, path)
+    finally:
+        os.close(descriptor)
+
+
+@dataclass(frozen=True, slots=True)
+class _Read:
+    """A tensor's bytes, to be read into their place."""
+
+    room: torch.Tensor
+    file: _OpenFile
+    offset: int
+
+    def __call__(self) -> None:
+        if not self.room.numel():
+            return
+        waiting, offset = self.room.view(-1).view(torch.uint8).numpy().data, self.offset
+        while len(waiting):
             try:
-                descriptor = open_regular(path)
-            except FileNotFoundError:
-                raise CacheNotFoundError(f"{path} is absent, but the cache's metadata lists it") from None
+                count = os.preadv(self.file.descriptor, [waiting], offset)
             except OSError as error:
-                raise CacheFileError(f"{path} cannot be read: {error.strerror}") from None
-            try:
-                data = read_outline(descriptor, os.path.splitext(relative)[1])
-                if data is None:
-                    data = load_cache_file(self._cache_dir, relative)
-                for name in names:
-                    value = data.get(name)
-                    if isinstance(value, torch.Tensor) and value.layout != torch.strided:
-                        raise CacheFileError(
-                            f"{path}: {name} is {value.layout}; only plain tensors can be served"
-                        )
-                    if isinstance(value, (Stored, torch.Tensor)):
-                        room = _room(bases, name, i, len(rows), value, memory)
-                        data[name] = room.copy_(value) if isinstance(value, torch.Tensor) else room
-                        if isinstance(value, Stored):
-                            _read_into(room, descriptor, value.offset, path)
-            finally:
-                os.close(descriptor)
-            samples.append(
-                {k: v for k, v in data.items() if k in names or not isinstance(v, (Stored, torch.Tensor))}
-            )
-        return samples
-
-
-def _room(
-    bases: dict[str, torch.Tensor],
-    name: str,
-    i: int,
-    count: int,
-    like: Stored | torch.Tensor,
-    memory: BatchMemory,
-) -> torch.Tensor:
-    """Where the ``i``-th sample's tensor goes: beside the others', if it is like the first one's."""
-    shape = tuple(like.shape)
-    if name not in bases:
-        bases[name] = memory.empty((count, *shape), like.dtype)
-    base = bases[name]
-    alike = (base.dtype, tuple(base.shape[1:])) == (like.dtype, shape)
-    return base[i] if alike else torch.empty(shape, dtype=like.dtype)
-
-
-def _read_into(room: torch.Tensor, descriptor: int, offset: int, path: str) -> None:
-    if not room.numel():
-        return
-    waiting = room.view(-1).view(torch.uint8).numpy().data
-    while len(waiting):
-        count = os.preadv(descriptor, [waiting], offset)
-        if count == 0:
-            raise CacheFileError(f"{path} is truncated or damaged: it ends before its tensors do")
-        waiting, offset = waiting[count:], offset + count
+                raise CacheFileError(f"{self.file.path} cannot be read: {error.strerror}") from None
+            if count == 0:
+                raise CacheFileError(
+                    f"{self.file.path} is truncated or damaged: it ends before its tensors do"
+                )
+            waiting, offset = waiting[count:], offset + count
 
 
 class PackedSamples:
@@ -177,26 +225,35 @@ class PackedSamples:
     def load(self, row: int) -> Dictionary:
         entry = self._index.entry(self._row(row))
         names = frozenset[str]().union(*(names_of(place.tensors) for place in entry.places.values()))
-        return self.load_many([row], names, BatchMemory())[0]
+        return self.load_many([row], names, BatchMemory(), Reads(1))[0]
 
-    def load_many(self, rows: Sequence[int], names: Collection[str], memory: BatchMemory) -> list[Dictionary]:
+    def load_many(
+        self, rows: Sequence[int], names: Collection[str], memory: BatchMemory, reads: Reads
+    ) -> list[Dictionary]:
         rows = [self._row(row) for row in rows]
         entries = [self._index.entry(row) for row in rows]
         tensors: list[dict[str, torch.Tensor]] = [{} for _ in rows]
+        waiting: list[Callable[[], None]] = []
+        num_bytes = 0
         for part in sorted({part_of(name) for name in names}.intersection(self._index.parts)):
             places = [entry.places.get(part) for entry in entries]
             batch = _Batch(places, names, memory)
             for i, place in enumerate(places):
                 if place is not None:
-                    checked, bit = self._checked[part], 1 << (rows[i] & 7)
                     found, buffers = batch.room(i, place)
-                    self._shards.fill(place, buffers, check=not checked[rows[i] >> 3] & bit)
-                    checked[rows[i] >> 3] |= bit
+                    waiting.append(partial(self._fill, rows[i], part, place, buffers))
+                    num_bytes += place.num_bytes
                     tensors[i] |= found
+        reads.run(waiting, num_bytes)
         return [
             entry.dictionary(self._index.row(row), found)
             for entry, row, found in zip(entries, rows, tensors, strict=True)
         ]
+
+    def _fill(self, row: int, part: str, place: Place, buffers: Sequence[Any]) -> None:
+        checked, bit = self._checked[part], 1 << (row & 7)
+        self._shards.fill(place, buffers, check=not checked[row >> 3] & bit)
+        checked[row >> 3] |= bit  # where two threads meet here, a row is checked once more
 
 
 class _Batch:
@@ -204,15 +261,15 @@ class _Batch:
 
     def __init__(self, places: Sequence[Place | None], names: Collection[str], memory: BatchMemory) -> None:
         self._names = names
-        self._bases: dict[str, torch.Tensor] = {}
-        self._raw: dict[str, npt.NDArray[np.uint8]] = {}
+        self._rooms: dict[str, Sequence[torch.Tensor]] = {}
+        self._raw: dict[str, Sequence[npt.NDArray[np.uint8]]] = {}
         first = next(place for place in places if place is not None) if any(places) else None
         for layout in first.tensors if first else ():
             alike = all(place is not None and _has(place.tensors, layout) for place in places)
             if layout.name in names and alike and 0 not in layout.shape:
                 base = memory.empty((len(places), *layout.shape), layout.torch_dtype)
-                self._bases[layout.name] = base
-                self._raw[layout.name] = base.view(len(places), -1).view(torch.uint8).numpy()
+                self._rooms[layout.name] = base.unbind()
+                self._raw[layout.name] = list(base.view(len(places), -1).view(torch.uint8).numpy())
 
     def room(self, i: int, place: Place) -> tuple[dict[str, torch.Tensor], list[Any]]:
         """The tensors of sample ``i``, still empty, and the buffers to read the whole row into."""
@@ -223,8 +280,8 @@ class _Batch:
             if layout.name not in self._names:
                 buffers.append(bytearray(size))
                 continue
-            if layout.name in self._bases:
-                found[layout.name] = self._bases[layout.name][i]
+            if layout.name in self._rooms:
+                found[layout.name] = self._rooms[layout.name][i]
                 raw = self._raw[layout.name][i]
             else:
                 found[layout.name] = torch.empty(layout.shape, dtype=layout.torch_dtype)

@@ -34,7 +34,7 @@ CONTAINER_DTYPES = {
 _NAMES = {dtype: name for name, dtype in CONTAINER_DTYPES.items()}
 
 
-class Layout(msgspec.Struct, frozen=True, array_like=True):
+class Layout(msgspec.Struct, frozen=True, array_like=True, dict=True):
     """How one tensor is stored."""
 
     name: str
@@ -44,7 +44,7 @@ class Layout(msgspec.Struct, frozen=True, array_like=True):
     kept: int | None = None
     """How many positions of its second-to-last dimension are stored, the others being zero; None for all."""
 
-    @property
+    @functools.cached_property
     def torch_dtype(self) -> torch.dtype:
         return CONTAINER_DTYPES[self.dtype]
 
@@ -52,9 +52,9 @@ class Layout(msgspec.Struct, frozen=True, array_like=True):
     def stored_shape(self) -> tuple[int, ...]:
         return self.shape if self.kept is None else (*self.shape[:-2], self.kept, self.shape[-1])
 
-    @property
+    @functools.cached_property
     def num_bytes(self) -> int:
-        return _num_bytes(self)
+        return math.prod(self.stored_shape) * self.torch_dtype.itemsize
 
     def check(self) -> None:
         """A ``ValueError`` if no tensor can be stored like this."""
@@ -64,11 +64,6 @@ class Layout(msgspec.Struct, frozen=True, array_like=True):
             raise ValueError(f"{self.name} cannot have the shape {self.shape}")
         if self.kept is not None and (len(self.shape) < 2 or not 0 <= self.kept <= self.shape[-2]):
             raise ValueError(f"{self.name} cannot have {self.kept} positions")
-
-
-@functools.lru_cache(maxsize=1 << 16)
-def _num_bytes(layout: Layout) -> int:
-    return math.prod(layout.stored_shape) * layout.torch_dtype.itemsize
 
 
 @functools.lru_cache(maxsize=1 << 10)
