@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -138,14 +139,27 @@ def in_halves(call: Callable[[Any], Columns], batch: Any) -> Columns:
 
 
 class _Text(NamedTuple):
-    """A caption's fields, and for each that has fractions whether all are finite; on their way to main memory."""
+    """A caption's fields, on their way to main memory."""
 
     fields: Fields
-    flags: Sequence[torch.Tensor]
+    finite: _Finite
+    number: int
+    """Its place in its batch."""
 
-    @property
-    def is_finite(self) -> bool:
-        return all(bool(flag) for flag in self.flags)
+
+class _Finite:
+    """For each caption of a batch whether its numbers are finite; to be asked once they are in main memory."""
+
+    def __init__(self, columns: Columns) -> None:
+        rows = [torch.isfinite(c.flatten(1)).all(dim=1) for c in columns.values() if c.is_floating_point()]
+        self._rows = to_host(torch.stack(rows).all(dim=0)) if rows else None
+
+    @cached_property
+    def _known(self) -> list[bool] | None:
+        return None if self._rows is None else self._rows.tolist()
+
+    def __getitem__(self, number: int) -> bool:
+        return self._known is None or self._known[number]
 
 
 class _Texts:
@@ -162,7 +176,7 @@ class _Texts:
         while caption not in self._encoded:
             batch, self._waiting = self._waiting[:TEXT_BATCH_SIZE], self._waiting[TEXT_BATCH_SIZE:]
             columns = in_halves(self._processor.encode_texts, batch)
-            flags = [to_host(_finite(column)) for column in columns.values() if column.is_floating_point()]
+            finite = _Finite(columns)
             small = {key: to_host(column) for key, column in columns.items() if column.nbytes <= _SMALL_BYTES}
             for i, text in enumerate(batch):
                 # What is large in memory of its own: one caption that is kept does not keep the others.
@@ -170,7 +184,7 @@ class _Texts:
                     key: small[key][i : i + 1] if key in small else _copied(column[i : i + 1])
                     for key, column in columns.items()
                 }
-                self._encoded[text] = _Text(fields, [flag[i] for flag in flags])
+                self._encoded[text] = _Text(fields, finite, i)
         taken = self._encoded[caption]
         self.drop(caption)
         return taken
@@ -180,11 +194,6 @@ class _Texts:
         self._uses[caption] -= 1
         if not self._uses[caption]:
             self._encoded.pop(caption, None)
-
-
-def _finite(column: torch.Tensor) -> torch.Tensor:
-    """For each row whether its numbers are finite."""
-    return torch.isfinite(column.flatten(1)).all(dim=1)
 
 
 class TaskRunner:
@@ -402,9 +411,12 @@ class TaskRunner:
             return
         if queued.ready is not None:
             queued.ready.synchronize()
+        # At once: each call of torch may have to wait for Python's lock.
+        problems, latents = queued.problems.tolist(), queued.latents.unbind()
         for i, decoded in enumerate(queued.samples):
-            problem = problem_of_flags(queued.problems[i], queued.latents[i])
-            if problem is None and not queued.texts[i].is_finite:
+            text = queued.texts[i]
+            problem = problem_of_flags(problems[i], latents[i])
+            if problem is None and not text.finite[text.number]:
                 problem = "its caption's embedding holds NaN or infinite values; try --dtype float32"
             if problem:
                 self._fail(decoded.sample, problem, running.failures)
@@ -412,7 +424,7 @@ class TaskRunner:
                 continue
             self._failures_in_a_row = 0
             extra = {key: column[i : i + 1] for key, column in queued.extras.items()}
-            data = self._cache_data(decoded, queued.latents[i], {**queued.texts[i].fields, **extra})
+            data = self._cache_data(decoded, latents[i], {**text.fields, **extra})
             row = metadata_row(decoded.sample, data, decoded.digest)
             running.writer.add(self._name(decoded), row, data)
             self._on_outcome(Outcome(decoded.sample.name, psnr_db=queued.psnrs[i]))

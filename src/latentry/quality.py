@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 
@@ -15,8 +16,8 @@ def latent_flags(latents: torch.Tensor) -> torch.Tensor:
     return torch.stack([infinite, constant & (values.shape[1] > 1)], dim=1)
 
 
-def problem_of_flags(flags: torch.Tensor, latent: torch.Tensor) -> str | None:
-    infinite, constant = flags.tolist()
+def problem_of_flags(flags: Sequence[bool], latent: torch.Tensor) -> str | None:
+    infinite, constant = flags
     if infinite:
         return "its latent holds NaN or infinite values; try --dtype float32"
     if constant:
@@ -26,7 +27,7 @@ def problem_of_flags(flags: torch.Tensor, latent: torch.Tensor) -> str | None:
 
 def latent_problem(latent: torch.Tensor) -> str | None:
     """Why no one should train on this latent, if so."""
-    return problem_of_flags(latent_flags(latent[None])[0], latent)
+    return problem_of_flags(latent_flags(latent[None])[0].tolist(), latent)
 
 
 def psnr_db(original: torch.Tensor, restored: torch.Tensor) -> float:
