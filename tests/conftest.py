@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 
 from latentry.buckets import MultiTierBucketCalculator
+from latentry.preparation import Progress
 from latentry.testing import make_flux_pipeline, make_hunyuan_pipeline, make_image_cache, make_wan_pipeline
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -22,6 +24,19 @@ EXAMPLES = Path(__file__).parents[1] / "examples" / "pictures"
 
 def golden(name: str) -> list[dict[str, Any]]:
     return json.loads((DATA / name).read_text())
+
+
+def stopped_after(count: int) -> Callable[[Progress], None]:
+    """A progress callback that interrupts the run once so many samples are encoded."""
+    seen: list[Progress] = []
+
+    def stop(progress: Progress) -> None:
+        if progress.phase == "encode":
+            seen.append(progress)
+            if len(seen) > count:
+                raise KeyboardInterrupt
+
+    return stop
 
 
 def bucketed(buckets: list[tuple[tuple[int, int], Any]]) -> SimpleNamespace:

@@ -7,12 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import EXAMPLES
+from conftest import EXAMPLES, stopped_after
 
 from latentry import Recipe, plan, prepare
 from latentry.loader import build_text_to_image_multiresolution_dataloader
 from latentry.media.kinds import VideoChoices
-from latentry.preparation import Progress
 from latentry.processors import processor_class
 from latentry.processors.flux import FluxProcessor
 from latentry.testing import assert_same_cache
@@ -70,18 +69,6 @@ def flux_recipe(folder: Path, side: int, output_format: str = "meta") -> Recipe:
         dtype="bfloat16",
         output_format=output_format,
     )
-
-
-def stopped_after(count: int):
-    seen: list[Progress] = []
-
-    def stop(progress: Progress) -> None:
-        if progress.phase == "encode":
-            seen.append(progress)
-            if len(seen) > count:
-                raise KeyboardInterrupt
-
-    return stop
 
 
 @pytest.mark.parametrize("output_format", ["pt", "packed"])

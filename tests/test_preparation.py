@@ -16,7 +16,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import EXAMPLES
+from conftest import EXAMPLES, stopped_after
 from PIL import Image
 
 import latentry
@@ -457,19 +457,6 @@ def test_killed_while_finishing_no_row_is_lost(photos, tmp_path, undisturbed, mo
     ]
     assert len(list(TextToImageDataset(cache))) == 12
     assert len(files_of(cache)) == 12
-
-
-def stopped_after(count: int):
-    """A progress callback that interrupts the run once so many samples are encoded."""
-    seen: list[Progress] = []
-
-    def stop(progress: Progress) -> None:
-        if progress.phase == "encode":
-            seen.append(progress)
-            if len(seen) > count:
-                raise KeyboardInterrupt
-
-    return stop
 
 
 def test_what_changed_between_a_stop_and_going_on_is_encoded_anew(photos, tmp_path, monkeypatch):

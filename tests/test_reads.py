@@ -112,9 +112,11 @@ def test_worker_processes_and_forks_have_threads_of_their_own_or_none():
     assert list(DataLoader(InAWorker(reads), batch_size=None, num_workers=1)) == [1, 1]
     child = os.fork()
     if not child:
-        done: list[int] = []
-        reads.run([lambda i=i: done.append(i) for i in range(50)], LARGE)
-        os._exit(0 if len(done) == 50 else 1)
+        meeting = threading.Barrier(3, timeout=10)
+        try:
+            reads.run([meeting.wait] * 3, LARGE)
+        finally:
+            os._exit(meeting.broken)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     again = pickle.loads(pickle.dumps(reads))
     assert again._num_threads == 3
