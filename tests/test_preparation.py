@@ -22,7 +22,8 @@ from PIL import Image
 import latentry
 from latentry import Recipe, plan, prepare
 from latentry.datasets import TextToImageDataset
-from latentry.encode import TaskRunner, _feeding_a_gpu, _is_due
+from latentry.device import feeding_a_gpu
+from latentry.encode import TaskRunner, _is_due
 from latentry.engines import local
 from latentry.errors import ConfigError, MetadataError, RunError
 from latentry.preparation import Progress
@@ -667,16 +668,16 @@ def test_latents_and_texts_of_nan_stop_the_run_after_a_hundred(photos, tmp_path,
 
 
 def test_captions_are_let_go_one_by_one(monkeypatch):
-    from latentry.encode import _Texts
     from latentry.processors.tiny import TinyProcessor
     from latentry.records import Caption, PlannedSample, SourceFile
+    from latentry.texts import Texts
 
     samples = [
         PlannedSample(SourceFile(f"{i}.jpg", 1, 1), Caption(f"number {i % 40}", "txt"), 64, 64, 0, (64, 64))
         for i in range(80)
     ]
-    monkeypatch.setattr("latentry.encode._SMALL_BYTES", 64)
-    texts = _Texts(TinyProcessor("embedded", torch.device("cpu"), torch.float32), samples)
+    monkeypatch.setattr("latentry.texts._SMALL_BYTES", 64)
+    texts = Texts(TinyProcessor("embedded", torch.device("cpu"), torch.float32), samples)
     for sample in samples[:40]:
         for field in texts.take(sample.caption.text).fields.values():
             assert field.untyped_storage().nbytes() <= max(field.nbytes, 64)
@@ -690,7 +691,7 @@ def test_feeding_a_gpu_leaves_python_and_torch_as_they_were():
     before = (torch.get_num_threads(), sys.getswitchinterval())
     inside = []
 
-    @_feeding_a_gpu()
+    @feeding_a_gpu()
     def stopped() -> None:
         inside.append((torch.get_num_threads(), sys.getswitchinterval() < before[1]))
         raise KeyboardInterrupt
@@ -742,10 +743,10 @@ def test_few_are_read_ahead_until_the_first_is_there(photos, tmp_path, monkeypat
 
 
 def test_readers_use_one_thread_each_and_the_caller_keeps_its_own():
-    from latentry.encode import _single_threads
+    from latentry.device import single_threads
 
     before = torch.get_num_threads()
-    with _single_threads(3) as pool:
+    with single_threads(3) as pool:
 
         def work(_):
             torch.nn.functional.interpolate(torch.rand(1, 3, 256, 256), size=(64, 64), mode="bicubic")

@@ -11,22 +11,20 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import sys
-import threading
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
-from functools import cached_property
 from itertools import groupby
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from latentry.cache.layout import image_file, metadata_row, video_file
 from latentry.cache.writer import TaskWriter, Threads, task_writer
+from latentry.device import feeding_a_gpu, in_halves, single_threads, to_host
 from latentry.errors import MediaError, RunError
 from latentry.media.kinds import Cut
 from latentry.order import derived_key
@@ -36,15 +34,12 @@ from latentry.processors.gpu.fused import free_bytes, share_of_memory
 from latentry.quality import latent_flags, problem_of_flags, psnr_db
 from latentry.records import Bucket, Commit, Failure, PlannedSample, Task
 from latentry.storage import content_digest
+from latentry.texts import Text, Texts
 
 logger = logging.getLogger(__name__)
 
 MAX_FAILURES_IN_A_ROW = 100
 """So many bad files one after the other mean that something is wrong with more than the files."""
-TEXT_BATCH_SIZE = 32
-"""Captions that are encoded together."""
-_SMALL_BYTES = 1 << 22
-"""What is no larger is copied from the device in one piece, for all captions of a batch."""
 _BATCHES_QUEUED = 2
 """On a GPU; a CPU has finished a batch when the call returns."""
 _TASKS_CLOSING = 2
@@ -53,7 +48,6 @@ _WRITER_THREADS = 16
 _BATCH_PIXELS = 16 << 20
 _MOST_IN_BATCH = 64
 _BYTES_AHEAD = 1 << 32
-_SWITCH_INTERVAL_S = 1e-4
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +72,7 @@ class _Running:
 
     task: Task
     writer: TaskWriter
-    texts: _Texts
+    texts: Texts
     batch_size: int
     failures: list[Failure] = field(default_factory=list)
 
@@ -95,7 +89,7 @@ class _Queued:
     latents: torch.Tensor
     problems: torch.Tensor
     extras: Columns
-    texts: Sequence[_Text]
+    texts: Sequence[Text]
     psnrs: Sequence[float | None]
     ready: torch.cuda.Event | None
 
@@ -107,93 +101,6 @@ def _is_due(queued: Sequence[_Queued], most: int) -> bool:
     """
     num_batches = sum(entry.samples is not None for entry in queued)
     return bool(queued) and (queued[0].samples is None or num_batches > most)
-
-
-def to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy in main memory, without waiting for it; there is nothing to do for what is there already."""
-    if not tensor.is_cuda:
-        return tensor
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    return host.copy_(tensor, non_blocking=True)
-
-
-def _copied(tensor: torch.Tensor) -> torch.Tensor:
-    """The same in main memory, and in memory of its own."""
-    return to_host(tensor) if tensor.is_cuda else tensor.clone()
-
-
-def in_halves(call: Callable[[Any], Columns], batch: Any) -> Columns:
-    """``call(batch)``; where the device's memory is too small for that, of its halves."""
-    try:
-        return call(batch)
-    except torch.OutOfMemoryError:
-        if len(batch) == 1:
-            raise RunError(
-                "the device's memory is too small for a single sample; use a larger device"
-            ) from None
-    # Only now: while an exception is handled it keeps what was computed so far in memory.
-    torch.cuda.empty_cache()
-    half = len(batch) // 2
-    first, second = in_halves(call, batch[:half]), in_halves(call, batch[half:])
-    return {key: torch.cat([column, second[key]]) for key, column in first.items()}
-
-
-class _Text(NamedTuple):
-    """A caption's fields, on their way to main memory."""
-
-    fields: Fields
-    finite: _Finite
-    number: int
-    """Its place in its batch."""
-
-
-class _Finite:
-    """For each caption of a batch whether its numbers are finite; to be asked once they are in main memory."""
-
-    def __init__(self, columns: Columns) -> None:
-        rows = [torch.isfinite(c.flatten(1)).all(dim=1) for c in columns.values() if c.is_floating_point()]
-        self._rows = to_host(torch.stack(rows).all(dim=0)) if rows else None
-
-    @cached_property
-    def _known(self) -> list[bool] | None:
-        return None if self._rows is None else self._rows.tolist()
-
-    def __getitem__(self, number: int) -> bool:
-        return self._known is None or self._known[number]
-
-
-class _Texts:
-    """The distinct captions of a task, each encoded once, in batches, as they are reached, and then let go."""
-
-    def __init__(self, processor: Processor, samples: Sequence[PlannedSample]) -> None:
-        self._processor = processor
-        self._uses = Counter(sample.caption.text for sample in samples)
-        self._waiting = list(self._uses)
-        self._encoded: dict[str, _Text] = {}
-
-    def take(self, caption: str) -> _Text:
-        """What a sample with this caption gets."""
-        while caption not in self._encoded:
-            batch, self._waiting = self._waiting[:TEXT_BATCH_SIZE], self._waiting[TEXT_BATCH_SIZE:]
-            columns = in_halves(self._processor.encode_texts, batch)
-            finite = _Finite(columns)
-            small = {key: to_host(column) for key, column in columns.items() if column.nbytes <= _SMALL_BYTES}
-            for i, text in enumerate(batch):
-                # What is large in memory of its own: one caption that is kept does not keep the others.
-                fields = {
-                    key: small[key][i : i + 1] if key in small else _copied(column[i : i + 1])
-                    for key, column in columns.items()
-                }
-                self._encoded[text] = _Text(fields, finite, i)
-        taken = self._encoded[caption]
-        self.drop(caption)
-        return taken
-
-    def drop(self, caption: str) -> None:
-        """One sample with this caption less is to come."""
-        self._uses[caption] -= 1
-        if not self._uses[caption]:
-            self._encoded.pop(caption, None)
 
 
 class TaskRunner:
@@ -232,8 +139,8 @@ class TaskRunner:
         closing: deque[_Running] = deque()
         on_gpu = self._device.type == "cuda"
         with (
-            _feeding_a_gpu() if on_gpu else nullcontext(),
-            _single_threads(self._num_threads) as readers,
+            feeding_a_gpu() if on_gpu else nullcontext(),
+            single_threads(self._num_threads) as readers,
             Threads.running(_WRITER_THREADS) as writers,
         ):
             try:
@@ -259,7 +166,7 @@ class TaskRunner:
         stem = hashlib.blake2b(f"{task.id} {self._fingerprint}".encode(), digest_size=16).hexdigest()
         writer = task_writer(self._output, self._recipe.output_format, task.bucket[:2], stem, writers)
         return _Running(
-            task, writer, _Texts(self._processor, task.samples), self._samples_per_batch(task.bucket)
+            task, writer, Texts(self._processor, task.samples), self._samples_per_batch(task.bucket)
         )
 
     def _samples_per_batch(self, bucket: Bucket) -> int:
@@ -478,51 +385,6 @@ class TaskRunner:
             first_frame=cut.pixels[:, 0].permute(1, 2, 0).contiguous(),  # not the whole clip
             source_frame=cut.source_frame,
         )
-
-
-def _single_threads(count: int) -> ThreadPoolExecutor:
-    """Threads in which torch uses no further ones: there is one for each core already.
-
-    Torch takes a thread's number from a common one when the thread first asks for it, so each sets it and asks;
-    then the common one is set again for the calling thread.
-    """
-    usual = torch.get_num_threads()
-    started = threading.Barrier(count + 1)
-
-    def start() -> None:
-        torch.set_num_threads(1)
-        torch.get_num_threads()
-
-    pool = ThreadPoolExecutor(count, initializer=start)
-    try:
-        for _ in range(count):
-            pool.submit(started.wait)
-        started.wait()
-    except BaseException:
-        started.abort()
-        pool.shutdown(wait=False)
-        raise
-    finally:
-        torch.set_num_threads(usual)
-    return pool
-
-
-@contextmanager
-def _feeding_a_gpu() -> Iterator[None]:
-    """Let the thread that feeds a GPU wait for nothing else.
-
-    It asks for Python's lock hundreds of times a batch, and two dozen threads that read and write hold it for up to
-    five milliseconds each unless told otherwise. And where torch divides its work among threads it waits for the
-    last of them, which waits for a core that is busy decoding: ten milliseconds for each picture it copies.
-    """
-    switch_interval, num_threads = sys.getswitchinterval(), torch.get_num_threads()
-    sys.setswitchinterval(_SWITCH_INTERVAL_S)
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        sys.setswitchinterval(switch_interval)
-        torch.set_num_threads(num_threads)
 
 
 @dataclass(frozen=True, slots=True)
