@@ -5,9 +5,11 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from conftest import EXAMPLES, stopped_after
+from PIL import Image
 
 from latentry import Recipe, plan, prepare
 from latentry.loader import build_text_to_image_multiresolution_dataloader
@@ -108,9 +110,7 @@ def little_memory():
     torch.cuda.set_per_process_memory_fraction(1.0)
 
 
-def test_where_memory_runs_out_batches_are_halved(
-    photos, tmp_path, flux_folder, little_memory, caplog, monkeypatch
-):
+def test_where_memory_runs_out_batches_are_halved(tmp_path, flux_folder, little_memory, caplog, monkeypatch):
     sizes: list[int] = []
     encode_pixels = FluxProcessor.encode_pixels
 
@@ -119,32 +119,22 @@ def test_where_memory_runs_out_batches_are_halved(
         return encode_pixels(self, pixels, seeds)
 
     monkeypatch.setattr(FluxProcessor, "encode_pixels", watched)
-
-    def run(name: str, batch_size: int | None = None) -> int:
-        """The memory it took, at most."""
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-        prepare(
-            flux_recipe(flux_folder, 1024),
-            image_dir=photos,
-            output_dir=tmp_path / name,
-            devices="cuda:0",
-            batch_size=batch_size,
-        )
-        return torch.cuda.max_memory_reserved()
-
-    enough_for_two = run("by twos", batch_size=2) * 9 // 8
+    (tmp_path / "pictures").mkdir()
+    for i in range(16):
+        pixels = np.random.default_rng(i).integers(0, 256, (1024, 1024, 3), np.uint8)
+        Image.fromarray(pixels).save(tmp_path / "pictures" / f"{i}.png", compress_level=0)
+    options = {"image_dir": tmp_path / "pictures", "devices": "cuda:0", "batch_size": 16}
+    recipe = flux_recipe(flux_folder, 1024)
+    torch.cuda.reset_peak_memory_stats()
+    prepare(recipe, output_dir=tmp_path / "whole", **options)
+    assert sizes == [16]
     sizes.clear()
-    assert run("whole") > enough_for_two, "all would have fitted: this test shows nothing"
-    whole_sizes = [*sizes]
-    sizes.clear()
-    little_memory(enough_for_two)
-    run("halved")
-    assert sum(sizes) > 96, "nothing was tried again"
-    assert max(sizes) in whole_sizes
+    little_memory(torch.cuda.max_memory_allocated() * 6 // 10)
+    prepare(recipe, output_dir=tmp_path / "halved", **options)
+    assert sizes[:2] == [16, 8]
     assert "in tiles" not in caplog.text
     paths = list((tmp_path / "whole").glob("*x*/*.meta"))
-    assert len(paths) == 96
+    assert len(paths) == 16
     for path in paths:
         mine = torch.load(tmp_path / "halved" / path.relative_to(tmp_path / "whole"), weights_only=True)
         assert distance(mine["latent"], torch.load(path, weights_only=True)["latent"]) < 0.02
