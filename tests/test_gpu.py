@@ -120,21 +120,21 @@ def test_where_memory_runs_out_batches_are_halved(tmp_path, flux_folder, little_
 
     monkeypatch.setattr(FluxProcessor, "encode_pixels", watched)
     (tmp_path / "pictures").mkdir()
-    for i in range(16):
-        pixels = np.random.default_rng(i).integers(0, 256, (1024, 1024, 3), np.uint8)
+    for i in range(64):
+        pixels = np.random.default_rng(i).integers(0, 256, (512, 512, 3), np.uint8)
         Image.fromarray(pixels).save(tmp_path / "pictures" / f"{i}.png", compress_level=0)
-    options = {"image_dir": tmp_path / "pictures", "devices": "cuda:0", "batch_size": 16}
-    recipe = flux_recipe(flux_folder, 1024)
+    options = {"image_dir": tmp_path / "pictures", "devices": "cuda:0", "batch_size": 64}
+    recipe = flux_recipe(flux_folder, 512)
     torch.cuda.reset_peak_memory_stats()
     prepare(recipe, output_dir=tmp_path / "whole", **options)
-    assert sizes == [16]
+    assert sizes == [64]
     sizes.clear()
     little_memory(torch.cuda.max_memory_allocated() * 6 // 10)
     prepare(recipe, output_dir=tmp_path / "halved", **options)
-    assert sizes[:2] == [16, 8]
-    assert "in tiles" not in caplog.text
+    assert sizes[:2] == [64, 32]
+    assert "in tiles" not in caplog.text, sizes
     paths = list((tmp_path / "whole").glob("*x*/*.meta"))
-    assert len(paths) == 16
+    assert len(paths) == 64
     for path in paths:
         mine = torch.load(tmp_path / "halved" / path.relative_to(tmp_path / "whole"), weights_only=True)
         assert distance(mine["latent"], torch.load(path, weights_only=True)["latent"]) < 0.02

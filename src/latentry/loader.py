@@ -211,7 +211,9 @@ class LatentDataLoader(DataLoader[Any]):
     ) -> None:
         # Batches are put together in page-locked memory, if that is wanted, not copied there.
         dataset.batch_memory = BatchMemory(config.pin_memory and torch.cuda.is_available())
-        if config.num_workers:  # several batches are read at a time, so each by one thread
+        if config.num_workers and not dataset.is_packed:
+            # Several batches are read at a time already. Threads that only read still help where nothing else is to
+            # be done for a sample, but not where its file must be understood first: Python's lock is what is short.
             dataset.reads = Reads(1)
         super().__init__(
             dataset,

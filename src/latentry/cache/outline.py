@@ -20,13 +20,13 @@ import torch
 from latentry.cache.shards import CONTAINER_DTYPES
 from latentry.cache.writer import PLAIN_VALUES_KEY
 
-_TAIL_BYTES = 1 << 14
-_HEAD_BYTES = 1 << 13
+_END_BYTES = 1 << 13
 _END = struct.Struct("<4s4H2IH")
 _ENTRY = struct.Struct("<4s6H3I5H2I")
 _LOCAL = struct.Struct("<4s5H3I2H")
 _STORED = 0
-_MOST_HEADER_BYTES = 1 << 24
+_MOST_BYTES = 1 << 24
+"""Of what is not a tensor's: more than any cache file has, and no harm to memory."""
 _PLAIN = (str, int, float, bool, type(None))
 
 
@@ -42,9 +42,9 @@ class Stored(NamedTuple):
 def read_outline(descriptor: int, suffix: str) -> dict[str, Any] | None:
     """The file's dictionary with a ``Stored`` for each tensor; None if this reader does not know the kind."""
     try:
-        size = os.fstat(descriptor).st_size
-        found = _safetensors(descriptor) if suffix == ".safetensors" else _torch(descriptor, size)
-        known = all(type(key) is str and _is_known(value, size) for key, value in found.items())
+        file = _Ends(descriptor)
+        found = _safetensors(file) if suffix == ".safetensors" else _torch(file)
+        known = all(type(key) is str and _is_known(value, file.size) for key, value in found.items())
     except Exception:  # whatever is odd about a file, the libraries that load it whole have the last word
         return None
     return found if known else None
@@ -64,18 +64,36 @@ class _Unknown(Exception):
     """Something that this reader leaves to others."""
 
 
+class _Ends:
+    """A file whose beginning and end are read once, for most of what is asked for lies there.
+
+    Each call of the system costs little itself, but lets Python's lock go, which others wait for.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        self.size = os.fstat(descriptor).st_size
+        self._descriptor = descriptor
+        self._head = os.pread(descriptor, _END_BYTES, 0)
+        self._tail_start = max(0, self.size - _END_BYTES)
+        self._tail = os.pread(descriptor, _END_BYTES, self._tail_start)
+
+    def read(self, count: int, offset: int) -> bytes:
+        """So many bytes from there on, or fewer where the file ends."""
+        if count > _MOST_BYTES:
+            raise _Unknown
+        if offset + count <= len(self._head):
+            return self._head[offset : offset + count]
+        if offset >= self._tail_start:
+            return self._tail[offset - self._tail_start :][:count]
+        return os.pread(self._descriptor, count, offset)
+
+
 # ---- safetensors ----------------------------------------------------------------------------
 
 
-def _safetensors(descriptor: int) -> dict[str, Any]:
-    head = os.pread(descriptor, _HEAD_BYTES, 0)
-    length = int.from_bytes(head[:8], "little")
-    if length > _MOST_HEADER_BYTES:
-        raise _Unknown
-    text = head[8 : 8 + length]
-    if len(text) < length:
-        text = os.pread(descriptor, length, 8)
-    header = msgspec.json.decode(text, type=dict[str, dict[str, Any]])
+def _safetensors(file: _Ends) -> dict[str, Any]:
+    length = int.from_bytes(file.read(8, 0), "little")
+    header = msgspec.json.decode(file.read(length, 8), type=dict[str, dict[str, Any]])
     plain = header.pop("__metadata__", {}).get(PLAIN_VALUES_KEY, "{}")
     found: dict[str, Any] = {}
     for name, tensor in header.items():
@@ -99,40 +117,45 @@ def _stored(dtype: torch.dtype, shape: tuple[int, ...], offset: int) -> Stored:
 # ---- what torch.save writes -----------------------------------------------------------------
 
 
-def _torch(descriptor: int, size: int) -> dict[str, Any]:
-    start = max(0, size - _TAIL_BYTES)
-    tail = os.pread(descriptor, _TAIL_BYTES, start)
-    mark, *_, count, length, directory, comment = _END.unpack_from(tail, len(tail) - _END.size)
-    if mark != b"PK\x05\x06" or comment or directory < start:
-        raise _Unknown
-    records: dict[str, tuple[int, int]] = {}
-    position = directory - start
-    for _ in range(count):
-        entry = _ENTRY.unpack_from(tail, position)
-        if entry[4] != _STORED or entry[8] != entry[9]:
-            raise _Unknown
-        begin = position + _ENTRY.size
-        name = tail[begin : begin + entry[10]].decode()
-        records[name.partition("/")[2]] = (entry[16], entry[9])
-        position = begin + entry[10] + entry[11] + entry[12]
-    if length != position - (directory - start):
-        raise _Unknown
+def _torch(file: _Ends) -> dict[str, Any]:
+    records = _records(file)
 
     def contents(name: str) -> tuple[int, int]:
         """Where a record's bytes begin, and how many there are."""
         local, num_bytes = records[name]
-        header = _LOCAL.unpack(os.pread(descriptor, _LOCAL.size, local))
+        header = _LOCAL.unpack(file.read(_LOCAL.size, local))
         if header[0] != b"PK\x03\x04":
             raise _Unknown
         return local + _LOCAL.size + header[9] + header[10], num_bytes
 
-    if "byteorder" in records and os.pread(descriptor, 6, contents("byteorder")[0]) != b"little":
+    if "byteorder" in records and file.read(6, contents("byteorder")[0]) != b"little":
         raise _Unknown
     offset, num_bytes = contents("data.pkl")
-    found = _Contents(os.pread(descriptor, num_bytes, offset), contents).read()
+    found = _Contents(file.read(num_bytes, offset), contents).read()
     if type(found) is not dict:
         raise _Unknown
     return found
+
+
+def _records(file: _Ends) -> dict[str, tuple[int, int]]:
+    """An archive's directory: of each record its name, where its header lies, and how many bytes it has."""
+    mark, *_, count, length, start, comment = _END.unpack(file.read(_END.size, file.size - _END.size))
+    if mark != b"PK\x05\x06" or comment:
+        raise _Unknown
+    directory = file.read(length, start)
+    records: dict[str, tuple[int, int]] = {}
+    position = 0
+    for _ in range(count):
+        entry = _ENTRY.unpack_from(directory, position)
+        if entry[4] != _STORED or entry[8] != entry[9]:
+            raise _Unknown
+        begin = position + _ENTRY.size
+        name = directory[begin : begin + entry[10]].decode()
+        records[name.partition("/")[2]] = (entry[16], entry[9])
+        position = begin + entry[10] + entry[11] + entry[12]
+    if length != position:
+        raise _Unknown
+    return records
 
 
 class _Mark:
