@@ -27,7 +27,8 @@ from latentry.cache import packed, shards, writer
 from latentry.cache.memory import BatchMemory
 from latentry.cache.outline import Stored, read_outline
 from latentry.cache.reads import Reads
-from latentry.cache.samples import OpenShards
+from latentry.cache.rooms import Rooms
+from latentry.cache.samples import OpenShards, row_buffers
 from latentry.cache.shards import StoredRow, write_shard
 from latentry.cache.torch_file import torch_file_parts
 from latentry.cache.workspace import Workspace
@@ -302,20 +303,14 @@ def test_rows_of_any_tensors_come_back(tmp_path, described):
         for number, (row, tensors) in enumerate(zip(rows, expected, strict=True)):
             assert row.place is not None
             opened.check(row.place)
-            batch = packed_batch([row.place], set(tensors))
-            found, buffers = batch.room(0, row.place)
-            opened.fill(row.place, buffers)
+            rooms = Rooms(1, BatchMemory())
+            opened.fill(row.place, row_buffers(0, row.place, set(tensors), rooms))
+            found = rooms.loaded([{}]).together
             for name, value in tensors.items():
                 assert found[name].dtype == value.dtype
-                assert torch.equal(found[name], value)
+                assert torch.equal(found[name][0], value)
                 stored = container.get_tensor(f"{number}.{name}")
                 assert torch.equal(stored, value[..., : stored.shape[-2], :] if stored.ndim > 1 else value)
-
-
-def packed_batch(places, names):
-    from latentry.cache.samples import _Batch
-
-    return _Batch(places, names, BatchMemory())
 
 
 # ---- converting -----------------------------------------------------------------------------
@@ -579,20 +574,36 @@ def test_batches_that_several_threads_read_are_the_same(both, form, tmp_path, mo
 def test_items_of_a_batch_are_dictionaries_and_keep_nothing_alive(both, form):
     dataset = TextToImageDataset(both[form])
     items = dataset.__getitems__([0, 1])
-    assert str(dataset.cache_dir) in items[1].where
-    again = pickle.loads(pickle.dumps(items[0]))
-    assert type(again) is dict
-    assert again.keys() == items[0].keys()
-    assert type(items[0])({"prompt": "x"}) == {"prompt": "x"}, (
-        "as libraries rebuild what they move to a device"
-    )
+    assert str(dataset.cache_dir) in items.where(1)
+    again = pickle.loads(pickle.dumps(items))
+    assert [type(again), type(again[0]), type(items[0])] == [list, dict, dict]
+    assert again[0].keys() == items[0].keys()
     reference = weakref.ref(items[0]["latent"])
     for item in items:
         for key in [key for key, value in item.items() if isinstance(value, torch.Tensor)]:
             del item[key]
     del item, again
     assert reference() is None
-    assert str(dataset.cache_dir) in items[1].where
+    assert str(dataset.cache_dir) in items.where(1)
+
+
+@pytest.mark.parametrize("form", [0, 1])
+def test_a_collate_function_may_change_items(both, form):
+    """Items are made of columns when they are asked for; from then on they count."""
+    dataset = TextToImageDataset(both[form])
+    rows = list(next(iter(dataset.bucket_groups.values()))["indices"])[2::-1]
+    whole = collate_fn_text_to_image(dataset.__getitems__(rows))
+    changed = dataset.__getitems__(rows)
+    for item in changed:
+        item["latent"] = item["latent"] * 2
+        item["prompt"] += "!"
+    batch = collate_fn_text_to_image(changed)
+    assert torch.equal(batch["image_latents"], whole["image_latents"] * 2)
+    assert batch["metadata"]["prompts"] == [f"{prompt}!" for prompt in whole["metadata"]["prompts"]]
+    assert_same_items(collate_fn_text_to_image([dataset[row] for row in rows]), whole)
+    del changed[1]["prompt_embeds"]
+    with pytest.raises(CacheFileError, match=r"prompt_embeds is absent, but \[.* must stack"):
+        collate_fn_text_to_image(changed)
 
 
 def test_some_rows_of_a_packed_cache(both):

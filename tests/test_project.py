@@ -14,7 +14,7 @@ SOURCE = Path(latentry.__file__).parent
 
 ROOMS = [
     "errors", "records", "storage", "buckets", "order", "captions", "sources", "media", "processors", "cache",
-    "plan", "quality", "device", "texts", "encode", "engines", "sampler", "datasets", "loader", "report", "preparation", "verification", "conversion", "testing", "cli",
+    "plan", "quality", "device", "texts", "encode", "engines", "sampler", "items", "datasets", "loader", "report", "preparation", "verification", "conversion", "testing", "cli",
     "__main__",
 ]  # fmt: skip
 """From the first room to the last: a module imports only from rooms before its own, or from its own."""

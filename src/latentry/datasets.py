@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +22,10 @@ from latentry.cache.memory import BatchMemory
 from latentry.cache.metadata import LazyRows, MetadataRows
 from latentry.cache.packed import PackedIndex, PackedRows
 from latentry.cache.reads import Reads
+from latentry.cache.rooms import Loaded
 from latentry.cache.samples import FileSamples, PackedSamples, Samples, open_samples
-from latentry.errors import CacheFileError, ConfigError
-from latentry.records import BucketShape
+from latentry.errors import ConfigError
+from latentry.items import CachedSamples, Column, Item, Items, Places, each
 
 logger = logging.getLogger(__name__)
 
@@ -32,25 +33,6 @@ VIDEO_OPTIONAL_FIELDS = {"text_mask": 1, "text_embeddings_2": 2, "text_mask_2": 
 """Tensors that a video file has if its model does, and their dimensions without the batch's."""
 PLAIN_FIELDS = ("original_resolution", "crop_offset", "aspect_ratio", "bucket_id", "prompt", "image_path")
 """What is a plain value in most caches, and a tensor in some."""
-
-
-class BatchItem(dict[str, Any]):
-    """A sample that was read together with others: its tensors lie beside theirs, and nobody else has them."""
-
-    def __init__(
-        self, item: Mapping[str, Any] | Iterable[Any] = (), samples: Samples | None = None, row: int = 0
-    ) -> None:
-        super().__init__(item)
-        self._samples = samples
-        self._row = row
-
-    @property
-    def where(self) -> str:
-        """Its place, for people; looked up only when it is asked for."""
-        return "a sample" if self._samples is None else self._samples.where(self._row)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (dict, (dict(self),))  # in another process its tensors lie alone
 
 
 class BaseMultiresolutionDataset(Dataset[dict[str, Any]], ABC):
@@ -172,88 +154,28 @@ class BaseMultiresolutionDataset(Dataset[dict[str, Any]], ABC):
         return len(self.index)
 
     @abstractmethod
-    def __getitem__(self, idx: int) -> dict[str, Any]:
+    def __getitem__(self, idx: int) -> Item:
         """One sample, ready for its collate function."""
 
-    def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Any]]:
+    def __getitems__(self, indices: Sequence[int]) -> Sequence[Item]:
         """Several samples; subclasses may read them at once."""
         return [self[idx] for idx in indices]
 
-    def _load(self, idx: int) -> CachedSample:
+    def _load(self, idx: int) -> CachedSamples:
+        """One sample, in memory of its own."""
         row = range(len(self))[idx]
-        return CachedSample(self, row, self.samples.load(row))
+        return self._cached([row], Loaded([self.samples.load(row)], {}))
 
-    def _load_many(self, indices: Sequence[int], names: Collection[str]) -> list[CachedSample]:
+    def _load_many(self, indices: Sequence[int], names: Collection[str]) -> CachedSamples:
         """Several samples, with these of their tensors, side by side in memory that is used again and again."""
         rows = [range(len(self))[idx] for idx in indices]
-        loaded = self.samples.load_many(rows, {*names, *PLAIN_FIELDS}, self.batch_memory, self.reads)
-        return [CachedSample(self, row, data) for row, data in zip(rows, loaded, strict=True)]
+        return self._cached(
+            rows, self.samples.load_many(rows, {*names, *PLAIN_FIELDS}, self.batch_memory, self.reads)
+        )
 
-
-class CachedSample:
-    """A cache file's dictionary, together with what it must agree with."""
-
-    def __init__(self, dataset: BaseMultiresolutionDataset, row: int, data: dict[str, Any]) -> None:
-        self._dataset = dataset
-        self._row = row
-        self.shape: BucketShape = dataset.index.shape(row)
-        self.data = data
-
-    @property
-    def where(self) -> str:
-        """Its place, for people."""
-        return self._dataset.samples.where(self._row)
-
-    @property
-    def file(self) -> str:
-        return os.path.join(self._dataset.cache_dir, self._dataset.samples.file(self._row))
-
-    def of_batch(self, item: Mapping[str, Any]) -> BatchItem:
-        return BatchItem(item, self._dataset.samples, self._row)
-
-    def value(self, key: str) -> Any:
-        if self.data.get(key) is None:
-            raise CacheFileError(f"{self.where} has no {key}; it holds {', '.join(map(str, self.data))}")
-        return self.data[key]
-
-    def pair(self, key: str) -> tuple[int, int]:
-        """Two whole numbers, such as a resolution."""
-        value = self.value(key)
-        try:
-            first, second = (int(number) for number in value)
-        except (TypeError, ValueError, RuntimeError):
-            found = " ".join(repr(value).split())
-            raise CacheFileError(f"{self.where}: {key} is {found}; it must be two numbers") from None
-        return first, second
-
-    def tensor(self, key: str, num_dims: int) -> torch.Tensor:
-        """The tensor under this key; a leading dimension of 1 too many is taken off."""
-        value = self.value(key)
-        if not isinstance(value, torch.Tensor):
-            raise CacheFileError(f"{self.where}: {key} is a {type(value).__name__}, not a tensor")
-        if value.ndim == num_dims + 1 and value.shape[0] == 1:
-            value = value[0]
-        if value.ndim != num_dims:
-            raise CacheFileError(
-                f"{self.where}: {key} has shape {list(value.shape)}; expected {num_dims} dimensions"
-            )
-        return value
-
-    def latents(self, key: str, num_dims: int) -> torch.Tensor:
-        """Latents, checked to be the bucket's picture shrunk by one whole factor."""
-        value = self.tensor(key, num_dims)
-        height, width = value.shape[-2:]
-        factor = self.shape.width // max(1, width)
-        if (width * factor, height * factor) != (self.shape.width, self.shape.height):
-            raise CacheFileError(
-                f"{self.where}: {key} has shape {list(value.shape)}, which is not a scaled-down "
-                f"{self.shape.width}x{self.shape.height}, the bucket in its row"
-            )
-        if self.shape.num_frames is not None and num_dims == 4 and value.shape[1] > self.shape.num_frames:
-            raise CacheFileError(
-                f"{self.where}: {key} has {value.shape[1]} frames, but its row says num_frames {self.shape.num_frames}"
-            )
-        return value
+    def _cached(self, rows: Sequence[int], loaded: Loaded) -> CachedSamples:
+        shapes = [self.index.shape(row) for row in rows]
+        return CachedSamples(Places(self.cache_dir, self.samples, rows), shapes, loaded)
 
 
 class TextToImageDataset(BaseMultiresolutionDataset):
@@ -265,53 +187,42 @@ class TextToImageDataset(BaseMultiresolutionDataset):
         self.train_text_encoder = train_text_encoder
         super().__init__(cache_dir, quantization=64)
 
-    def __getitem__(self, idx: int) -> dict[str, Any]:
-        return self._items([self._load(idx)])[0]
+    def __getitem__(self, idx: int) -> Item:
+        return self._items(self._load(idx))[0]
 
-    def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Any]]:
+    def __getitems__(self, indices: Sequence[int]) -> Sequence[Item]:
         """A batch at once; its tensors lie side by side, so that collating copies nothing."""
         if type(self).__getitem__ is not TextToImageDataset.__getitem__:
             return super().__getitems__(indices)
-        samples = self._load_many(indices, self._tensor_names)
-        return [sample.of_batch(item) for sample, item in zip(samples, self._items(samples), strict=True)]
+        return self._items(self._load_many(indices, ("latent", *self._texts, *self._optional_texts)))
 
     @property
-    def _tensor_names(self) -> tuple[str, ...]:
-        if self.train_text_encoder:
-            return ("latent", "clip_tokens", "t5_tokens")
-        return ("latent", "prompt_embeds", "pooled_prompt_embeds", "clip_hidden")
+    def _texts(self) -> Mapping[str, int]:
+        """Tensors of the captions, and their dimensions without the batch's."""
+        return {"clip_tokens": 1, "t5_tokens": 1} if self.train_text_encoder else {"prompt_embeds": 2}
 
-    def _items(self, samples: Sequence[CachedSample]) -> list[dict[str, Any]]:
-        items = [self._item(sample) for sample in samples]
-        for key in ("crop_resolution", "original_resolution", "crop_offset"):
-            pairs = torch.tensor([item[key] for item in items])  # at once: making a tensor is slow
-            for item, pair in zip(items, pairs.unbind(), strict=True):
-                item[key] = pair
-        return items
+    @property
+    def _optional_texts(self) -> Mapping[str, int]:
+        return {} if self.train_text_encoder else {"pooled_prompt_embeds": 1, "clip_hidden": 2}
 
-    def _item(self, sample: CachedSample) -> dict[str, Any]:
-        shape = sample.shape
-        item: dict[str, Any] = {
-            "latent": sample.latents("latent", 3),
-            "crop_resolution": (shape.width, shape.height),
-            "original_resolution": sample.pair("original_resolution"),
-            "crop_offset": sample.pair("crop_offset"),
-            "prompt": sample.value("prompt"),
-            "image_path": sample.value("image_path"),
-            "bucket_id": sample.data.get("bucket_id"),
-            "aspect_ratio": sample.data.get("aspect_ratio", shape.width / shape.height),
-            "cache_file": sample.file,
+    def _items(self, cached: CachedSamples) -> Items:
+        tensors: dict[str, Column] = {
+            "latent": cached.latents("latent", 3),
+            "crop_resolution": torch.tensor([(shape.width, shape.height) for shape in cached.shapes]),
+            "original_resolution": cached.pairs("original_resolution"),
+            "crop_offset": cached.pairs("crop_offset"),
         }
-        if self.train_text_encoder:
-            item["clip_tokens"] = sample.tensor("clip_tokens", 1)
-            item["t5_tokens"] = sample.tensor("t5_tokens", 1)
-            return item
-        item["prompt_embeds"] = sample.tensor("prompt_embeds", 2)
-        if sample.data.get("pooled_prompt_embeds") is not None:
-            item["pooled_prompt_embeds"] = sample.tensor("pooled_prompt_embeds", 1)
-        if sample.data.get("clip_hidden") is not None:
-            item["clip_hidden"] = sample.tensor("clip_hidden", 2)
-        return item
+        tensors |= {key: cached.tensors(key, num_dims) for key, num_dims in self._texts.items()}
+        for key, num_dims in self._optional_texts.items():
+            if cached.has(key):
+                tensors[key] = cached.tensors(key, num_dims, required=False)
+        values = {
+            "prompt": cached.values("prompt"),
+            "image_path": cached.values("image_path"),
+            "bucket_id": cached.optional("bucket_id"),
+            "aspect_ratio": cached.aspect_ratios(),
+        }
+        return Items(tensors, values, cached.places)
 
 
 class TextToVideoDataset(BaseMultiresolutionDataset):
@@ -334,26 +245,26 @@ class TextToVideoDataset(BaseMultiresolutionDataset):
                 "%s was made for %r, but model_type is %r", self.cache_dir, written_for, model_type
             )
 
-    def __getitem__(self, idx: int) -> dict[str, Any]:
-        return self._item(self._load(idx))
+    def __getitem__(self, idx: int) -> Item:
+        return self._items(self._load(idx))[0]
 
-    def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Any]]:
+    def __getitems__(self, indices: Sequence[int]) -> Sequence[Item]:
         """A batch at once; its tensors lie side by side, so that collating copies nothing."""
         if type(self).__getitem__ is not TextToVideoDataset.__getitem__:
             return super().__getitems__(indices)
         names = ("video_latents", "text_embeddings", *VIDEO_OPTIONAL_FIELDS)
-        return [sample.of_batch(self._item(sample)) for sample in self._load_many(indices, names)]
+        return self._items(self._load_many(indices, names))
 
-    def _item(self, sample: CachedSample) -> dict[str, Any]:
-        shape = sample.shape
-        item: dict[str, Any] = {
-            "video_latents": sample.latents("video_latents", 4)[None].to(self.device),
-            "text_embeddings": sample.tensor("text_embeddings", 2)[None].to(self.device),
-            "bucket_resolution": torch.tensor([shape.width, shape.height]),
-            "aspect_ratio": sample.data.get("aspect_ratio", shape.width / shape.height),
-            "cache_file": sample.file,
+    def _items(self, cached: CachedSamples) -> Items:
+        tensors = {
+            "video_latents": cached.latents("video_latents", 4),
+            "text_embeddings": cached.tensors("text_embeddings", 2),
         }
         for key, num_dims in VIDEO_OPTIONAL_FIELDS.items():
-            if sample.data.get(key) is not None:
-                item[key] = sample.tensor(key, num_dims)[None].to(self.device)
-        return item
+            if cached.has(key):
+                tensors[key] = cached.tensors(key, num_dims, required=False)
+        tensors = {
+            key: each(column, lambda batch: batch[:, None].to(self.device)) for key, column in tensors.items()
+        }
+        tensors["bucket_resolution"] = torch.tensor([(shape.width, shape.height) for shape in cached.shapes])
+        return Items(tensors, {"aspect_ratio": cached.aspect_ratios()}, cached.places)

@@ -1,6 +1,6 @@
 """From a cache to the batches a trainer receives: collate functions, loader builders, YAML.
 
-The loader is PyTorch's ``DataLoader`` with three differences: its state counts the batches the trainer
+The loader is a ``DataLoader`` of PyTorch's with three differences: its state counts the batches the trainer
 received (not those that were read ahead), it leaves the global random state alone, and its workers are threads.
 Reading is system calls, during which other threads run; a worker process would have to hand over its batches
 through shared memory, which costs more than reading them.
@@ -27,11 +27,11 @@ from latentry.cache.reads import Reads
 from latentry.datasets import (
     VIDEO_OPTIONAL_FIELDS,
     BaseMultiresolutionDataset,
-    BatchItem,
     TextToImageDataset,
     TextToVideoDataset,
 )
 from latentry.errors import CacheFileError, ConfigError, StateError
+from latentry.items import Items
 from latentry.sampler import SequentialBucketSampler
 
 Batch = dict[str, Any]
@@ -41,13 +41,12 @@ Batch = dict[str, Any]
 
 def collate_fn_production(batch: Sequence[Mapping[str, Any]]) -> Batch:
     """Image samples side by side: tensors stacked, everything else in lists, keys unchanged."""
+    columns = _Columns(batch)
     tensors = ("latent", "crop_resolution", "original_resolution", "crop_offset")
     texts = ("clip_hidden", "pooled_prompt_embeds", "prompt_embeds", "clip_tokens", "t5_tokens")
-    output: Batch = {key: _join(batch, key, torch.stack) for key in tensors}
-    output |= {
-        key: [item[key] for item in batch] for key in ("prompt", "image_path", "bucket_id", "aspect_ratio")
-    }
-    output |= {key: _join(batch, key, torch.stack) for key in texts if _any_has(batch, key)}
+    output: Batch = {key: columns.stacked(key) for key in tensors}
+    output |= {key: columns.values(key) for key in ("prompt", "image_path", "bucket_id", "aspect_ratio")}
+    output |= {key: columns.stacked(key) for key in texts if columns.has(key)}
     return output
 
 
@@ -81,58 +80,54 @@ def collate_fn_video(batch: Sequence[Mapping[str, Any]], model_type: str = "wan"
     Which optional fields there are is the cache's to say; ``model_type`` is taken because callers
     of the documented interface pass it.
     """
+    columns = _Columns(batch)
     output: Batch = {
-        "video_latents": _join(batch, "video_latents", torch.cat),
-        "text_embeddings": _join(batch, "text_embeddings", torch.cat),
+        "video_latents": columns.stacked("video_latents").flatten(0, 1),
+        "text_embeddings": columns.stacked("text_embeddings").flatten(0, 1),
         "data_type": "video",
     }
     for key in VIDEO_OPTIONAL_FIELDS:
-        if _any_has(batch, key):
-            output[key] = _join(batch, key, torch.cat)
+        if columns.has(key):
+            output[key] = columns.stacked(key).flatten(0, 1)
     return output
 
 
-def _any_has(batch: Sequence[Mapping[str, Any]], key: str) -> bool:
-    return any(key in item for item in batch)
+class _Columns:
+    """A batch by column: as it was read, or from items that somebody has made or may have changed."""
 
+    def __init__(self, batch: Sequence[Mapping[str, Any]]) -> None:
+        self._batch = batch
+        self._read = batch.columns if isinstance(batch, Items) else None
 
-def _join(
-    batch: Sequence[Mapping[str, Any]], key: str, join: Callable[[list[torch.Tensor]], torch.Tensor]
-) -> torch.Tensor:
-    like = next(item for item in batch if key in item)
-    for item in batch:
-        if key not in item or item[key].shape != like[key].shape:
-            found = f"{list(item[key].shape)}" if key in item else "absent"
-            raise CacheFileError(
-                f"{_where(item)}: {key} is {found}, but {list(like[key].shape)} in {_where(like)} of the same "
-                "bucket; a batch must stack"
-            )
-    tensors = [item[key] for item in batch]
-    read_together = all(isinstance(item, BatchItem) for item in batch)
-    together = _already_together(tensors) if read_together else None
-    if together is None:
-        return join(tensors)
-    return together if join is torch.stack else together.flatten(0, 1)
+    def has(self, key: str) -> bool:
+        """Whether any of the samples has it."""
+        return any(key in item for item in self._batch) if self._read is None else key in self._read[0]
 
+    def values(self, key: str) -> list[Any]:
+        return [item[key] for item in self._batch] if self._read is None else self._read[1][key]
 
-def _where(item: Mapping[str, Any]) -> str:
-    return item.where if isinstance(item, BatchItem) else str(item.get("cache_file", "a sample"))
+    def stacked(self, key: str) -> torch.Tensor:
+        """The tensors of all samples, which must be alike."""
+        column = [item.get(key) for item in self._batch] if self._read is None else self._read[0][key]
+        if isinstance(column, torch.Tensor):
+            return column
+        tensors = [tensor for tensor in column if tensor is not None]
+        if not tensors:
+            raise CacheFileError(f"{self._where(0)} has no {key}")
+        like, first = tensors[0], next(i for i, tensor in enumerate(column) if tensor is not None)
+        for i, tensor in enumerate(column):
+            if tensor is None or tensor.shape != like.shape:
+                found = "absent" if tensor is None else f"{list(tensor.shape)}"
+                raise CacheFileError(
+                    f"{self._where(i)}: {key} is {found}, but {list(like.shape)} in {self._where(first)} of the same "
+                    "bucket; a batch must stack"
+                )
+        return torch.stack(tensors)
 
-
-def _already_together(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """The stack of some tensors that lie side by side in one piece of memory, in this order; else None."""
-    first = tensors[0]
-    size = first.numel()
-    storage = first.untyped_storage().data_ptr()
-    for i, tensor in enumerate(tensors):
-        if (
-            tensor.dtype != first.dtype
-            or not tensor.is_contiguous()
-            or tensor.untyped_storage().data_ptr() != storage
-            or tensor.storage_offset() != first.storage_offset() + i * size
-        ):
-            return None
-    return first.as_strided((len(tensors), *first.shape), (size, *first.stride()))
+    def _where(self, i: int) -> str:
+        if isinstance(self._batch, Items):
+            return self._batch.where(i)
+        return str(self._batch[i].get("cache_file", "a sample"))
 
 
 # ---- the loader -----------------------------------------------------------------------------
@@ -219,9 +214,6 @@ class LatentDataLoader(DataLoader[Any]):
             dataset,
             batch_sampler=sampler,
             collate_fn=collate_fn,
-            # PyTorch draws seeds from here; by default it would draw them from the global generator,
-            # and a resumed training run would see other noise.
-            generator=torch.Generator(),
         )
         sampler.counts_on_yield = False
         self.bucket_sampler = sampler
@@ -230,22 +222,29 @@ class LatentDataLoader(DataLoader[Any]):
         self._read_ahead = config.prefetch_factor * config.num_workers
 
     def _batches(self) -> Iterator[Batch]:
-        """Batches in order, read ahead by threads, or as they are asked for."""
+        """Batches in order, read ahead by threads, or as they are asked for.
+
+        PyTorch's own iterators draw seeds from the global generator, and a resumed training run would see other noise.
+        """
         if not self.num_threads:
-            yield from super().__iter__()
+            yield from map(self._batch, self.bucket_sampler)
             return
-        dataset: Any = self.dataset
         waiting: deque[Future[Batch]] = deque()
         with ThreadPoolExecutor(self.num_threads, thread_name_prefix="latentry") as pool:
             try:
                 for indices in self.bucket_sampler:
-                    waiting.append(pool.submit(lambda i: self.collate_fn(dataset.__getitems__(i)), indices))
+                    waiting.append(pool.submit(self._batch, indices))
                     if len(waiting) > self._read_ahead:
                         yield waiting.popleft().result()
                 while waiting:
                     yield waiting.popleft().result()
             finally:
                 pool.shutdown(wait=False, cancel_futures=True)
+
+    def _batch(self, indices: Sequence[int]) -> Batch:
+        dataset: Any = self.dataset
+        batch: Batch = self.collate_fn(dataset.__getitems__(indices))
+        return batch
 
     def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]  # a generator, not torch's iterator class
         sampler = self.bucket_sampler

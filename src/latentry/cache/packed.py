@@ -66,12 +66,11 @@ class Entry(msgspec.Struct, frozen=True):
     def dictionary(self, row: Mapping[str, Any], tensors: Mapping[str, Any]) -> dict[str, Any]:
         """The sample as a cache file would hold it, without the tensors that are not given."""
         data = {}
-        stored = [names_of(place.tensors) for place in self.places.values()]
+        stored = frozenset[str]().union(*(names_of(place.tensors) for place in self.places.values()))
         for key in self.form.keys:
-            if key in tensors:
-                data[key] = tensors[key]
-                continue
-            if any(key in names for names in stored):
+            if key in stored:
+                if key in tensors:
+                    data[key] = tensors[key]
                 continue
             value = self.values[key] if key in self.values else row.get(key)
             if key in self.form.tuples:
@@ -248,13 +247,12 @@ class PackedIndex:
         form = block.number("form", i)
         if form >= len(self._header.forms):
             raise MetadataError(f"{self.path} is damaged: there is no form {form}")
-        places = {part: self._place(block, i, part) for part in self._header.parts}
-        return Entry(
-            block.text("name", i),
-            {part: place for part, place in places.items() if place.tensors},
-            self._header.forms[form],
-            block.json("values", i),
-        )
+        places = {}
+        for part in self._header.parts:
+            place = self._place(block, i, part)
+            if place.tensors:
+                places[part] = place
+        return Entry(block.text("name", i), places, self._header.forms[form], block.json("values", i))
 
     def number(self, row: int) -> int:
         """Where the sample stood before the rows were grouped."""

@@ -6,13 +6,11 @@ sample is one read into its place in the batch, and nothing is copied again afte
 
 from __future__ import annotations
 
-import functools
 import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -25,9 +23,10 @@ from latentry.cache.files import load_cache_file
 from latentry.cache.index import CacheIndex
 from latentry.cache.memory import BatchMemory
 from latentry.cache.outline import Stored, read_outline
-from latentry.cache.packed import PackedIndex, part_of
+from latentry.cache.packed import Entry, PackedIndex, part_of
 from latentry.cache.reads import Reads
-from latentry.cache.shards import Layout, Place, checksum, names_of
+from latentry.cache.rooms import Loaded, Rooms
+from latentry.cache.shards import Place, checksum, names_of
 from latentry.errors import CacheFileError, CacheNotFoundError
 from latentry.storage import KnownFolders, inside, open_regular
 
@@ -51,7 +50,7 @@ class Samples(Protocol):
 
     def load_many(
         self, rows: Sequence[int], names: Collection[str], memory: BatchMemory, reads: Reads
-    ) -> list[Dictionary]:
+    ) -> Loaded:
         """Several samples, with these tensors and all plain values; tensors lie side by side in ``memory``."""
 
 
@@ -84,7 +83,7 @@ class FileSamples:
 
     def load_many(
         self, rows: Sequence[int], names: Collection[str], memory: BatchMemory, reads: Reads
-    ) -> list[Dictionary]:
+    ) -> Loaded:
         batch = _FileBatch(len(rows), names, memory)
         for start in range(0, len(rows), _FILES_AT_ONCE):
             with ExitStack() as files:
@@ -96,51 +95,46 @@ class FileSamples:
                         data = load_cache_file(self._cache_dir, relative)
                     batch.add(file, data)
                 batch.read(reads)
-        return batch.samples
+        return batch.loaded()
 
 
 class _FileBatch:
     """Samples as they are put together: first where everything goes, then all reads at once."""
 
     def __init__(self, count: int, names: Collection[str], memory: BatchMemory) -> None:
-        self.samples: list[Dictionary] = []
-        self._count = count
         self._names = names
-        self._memory = memory
-        self._bases: dict[str, torch.Tensor] = {}
-        self._waiting: list[_Read] = []
+        self._rooms = Rooms(count, memory)
+        self._values: list[Dictionary] = []
+        self._waiting: list[Callable[[], None]] = []
+        self._num_bytes = 0
 
     def add(self, file: _OpenFile, data: Dictionary) -> None:
         """The next sample: what its file holds, tensors that are wanted to be read or copied into place."""
-        sample = {}
+        number, values = len(self._values), {}
         for name, value in data.items():
-            if not isinstance(value, (Stored, torch.Tensor)):
-                sample[name] = value
+            if isinstance(value, Stored):
+                if name in self._names:
+                    room = self._rooms.room(name, value.dtype, value.shape)
+                    buffer = room.buffer(number, value.dtype, value.shape)
+                    self._waiting.append(partial(_read_into, buffer, file, value.offset))
+                    self._num_bytes += value.num_bytes
+            elif not isinstance(value, torch.Tensor):
+                values[name] = value
             elif name in self._names:
-                sample[name] = room = self._room(name, value)
-                if isinstance(value, Stored):
-                    self._waiting.append(_Read(room, file, value.offset))
-                elif value.layout == torch.strided:
-                    room.copy_(value)
-                else:
+                if value.layout != torch.strided:
                     raise CacheFileError(
                         f"{file.path}: {name} is {value.layout}; only plain tensors can be served"
                     )
-        self.samples.append(sample)
+                self._rooms.room(name, value.dtype, tuple(value.shape)).put(number, value.detach())
+        self._values.append(values)
 
     def read(self, reads: Reads) -> None:
         """Read what is still to be read, while the files are open."""
-        reads.run(self._waiting, sum(read.room.nbytes for read in self._waiting))
-        self._waiting = []
+        reads.run(self._waiting, self._num_bytes)
+        self._waiting, self._num_bytes = [], 0
 
-    def _room(self, name: str, like: Stored | torch.Tensor) -> torch.Tensor:
-        """Where the tensor goes: beside the other samples', if it is like the first one's."""
-        shape = tuple(like.shape)
-        if name not in self._bases:
-            self._bases[name] = self._memory.empty((self._count, *shape), like.dtype)
-        base = self._bases[name]
-        alike = (base.dtype, tuple(base.shape[1:])) == (like.dtype, shape)
-        return base[len(self.samples)] if alike else torch.empty(shape, dtype=like.dtype)
+    def loaded(self) -> Loaded:
+        return self._rooms.loaded(self._values)
 
 
 class _OpenFile(NamedTuple):
@@ -162,28 +156,16 @@ def _opened(path: str) -> Iterator[_OpenFile]:
         os.close(descriptor)
 
 
-@dataclass(frozen=True, slots=True)
-class _Read:
-    """A tensor's bytes, to be read into their place."""
-
-    room: torch.Tensor
-    file: _OpenFile
-    offset: int
-
-    def __call__(self) -> None:
-        if not self.room.numel():
-            return
-        waiting, offset = self.room.view(-1).view(torch.uint8).numpy().data, self.offset
-        while len(waiting):
-            try:
-                count = os.preadv(self.file.descriptor, [waiting], offset)
-            except OSError as error:
-                raise CacheFileError(f"{self.file.path} cannot be read: {error.strerror}") from None
-            if count == 0:
-                raise CacheFileError(
-                    f"{self.file.path} is truncated or damaged: it ends before its tensors do"
-                )
-            waiting, offset = waiting[count:], offset + count
+def _read_into(buffer: npt.NDArray[np.uint8], file: _OpenFile, offset: int) -> None:
+    waiting = buffer.data
+    while len(waiting):
+        try:
+            count = os.preadv(file.descriptor, [waiting], offset)
+        except OSError as error:
+            raise CacheFileError(f"{file.path} cannot be read: {error.strerror}") from None
+        if count == 0:
+            raise CacheFileError(f"{file.path} is truncated or damaged: it ends before its tensors do")
+        waiting, offset = waiting[count:], offset + count
 
 
 class PackedSamples:
@@ -223,32 +205,45 @@ class PackedSamples:
         return [place.file for place in self._index.entry(self._row(row)).places.values()]
 
     def load(self, row: int) -> Dictionary:
-        entry = self._index.entry(self._row(row))
+        row = self._row(row)
+        entry = self._index.entry(row)
         names = frozenset[str]().union(*(names_of(place.tensors) for place in entry.places.values()))
-        return self.load_many([row], names, BatchMemory(), Reads(1))[0]
+        rooms = self._read([row], [entry], names, BatchMemory(), Reads(1))
+        tensors = {name: base[0] for name, base in rooms.loaded([{}]).together.items()}
+        return entry.dictionary(self._index.row(row), tensors)
 
     def load_many(
         self, rows: Sequence[int], names: Collection[str], memory: BatchMemory, reads: Reads
-    ) -> list[Dictionary]:
+    ) -> Loaded:
         rows = [self._row(row) for row in rows]
         entries = [self._index.entry(row) for row in rows]
-        tensors: list[dict[str, torch.Tensor]] = [{} for _ in rows]
+        rooms = self._read(rows, entries, names, memory, reads)
+        values = [
+            entry.dictionary(self._index.row(row), {}) for entry, row in zip(entries, rows, strict=True)
+        ]
+        return rooms.loaded(values)
+
+    def _read(
+        self,
+        rows: Sequence[int],
+        entries: Sequence[Entry],
+        names: Collection[str],
+        memory: BatchMemory,
+        reads: Reads,
+    ) -> Rooms:
+        """These of the rows' tensors, with all that lies in one run with them."""
+        rooms = Rooms(len(rows), memory)
         waiting: list[Callable[[], None]] = []
         num_bytes = 0
         for part in sorted({part_of(name) for name in names}.intersection(self._index.parts)):
-            places = [entry.places.get(part) for entry in entries]
-            batch = _Batch(places, names, memory)
-            for i, place in enumerate(places):
+            for i, entry in enumerate(entries):
+                place = entry.places.get(part)
                 if place is not None:
-                    found, buffers = batch.room(i, place)
+                    buffers = row_buffers(i, place, names, rooms)
                     waiting.append(partial(self._fill, rows[i], part, place, buffers))
                     num_bytes += place.num_bytes
-                    tensors[i] |= found
         reads.run(waiting, num_bytes)
-        return [
-            entry.dictionary(self._index.row(row), found)
-            for entry, row, found in zip(entries, rows, tensors, strict=True)
-        ]
+        return rooms
 
     def _fill(self, row: int, part: str, place: Place, buffers: Sequence[Any]) -> None:
         checked, bit = self._checked[part], 1 << (row & 7)
@@ -256,49 +251,21 @@ class PackedSamples:
         checked[row >> 3] |= bit  # where two threads meet here, a row is checked once more
 
 
-class _Batch:
-    """Room for one part of some samples: tensors that all have in one shape lie side by side."""
-
-    def __init__(self, places: Sequence[Place | None], names: Collection[str], memory: BatchMemory) -> None:
-        self._names = names
-        self._rooms: dict[str, Sequence[torch.Tensor]] = {}
-        self._raw: dict[str, Sequence[npt.NDArray[np.uint8]]] = {}
-        first = next(place for place in places if place is not None) if any(places) else None
-        for layout in first.tensors if first else ():
-            alike = all(place is not None and _has(place.tensors, layout) for place in places)
-            if layout.name in names and alike and 0 not in layout.shape:
-                base = memory.empty((len(places), *layout.shape), layout.torch_dtype)
-                self._rooms[layout.name] = base.unbind()
-                self._raw[layout.name] = list(base.view(len(places), -1).view(torch.uint8).numpy())
-
-    def room(self, i: int, place: Place) -> tuple[dict[str, torch.Tensor], list[Any]]:
-        """The tensors of sample ``i``, still empty, and the buffers to read the whole row into."""
-        found: dict[str, torch.Tensor] = {}
-        buffers: list[Any] = []
-        for layout in place.tensors:
-            size = layout.num_bytes
-            if layout.name not in self._names:
-                buffers.append(bytearray(size))
-                continue
-            if layout.name in self._rooms:
-                found[layout.name] = self._rooms[layout.name][i]
-                raw = self._raw[layout.name][i]
-            else:
-                found[layout.name] = torch.empty(layout.shape, dtype=layout.torch_dtype)
-                raw = found[layout.name].view(-1).view(torch.uint8).numpy()
-            if size < len(raw):
-                raw[size:] = 0
-                raw = raw[:size]
-            buffers.append(raw)
-        return found, buffers
-
-
-@functools.lru_cache(maxsize=1 << 12)
-def _has(tensors: tuple[Layout, ...], layout: Layout) -> bool:
-    return any(
-        (other.name, other.dtype, other.shape) == (layout.name, layout.dtype, layout.shape)
-        for other in tensors
-    )
+def row_buffers(i: int, place: Place, names: Collection[str], rooms: Rooms) -> list[Any]:
+    """What a whole row is to be read into: the room of each tensor that is wanted, and something for the others."""
+    buffers: list[Any] = []
+    for layout in place.tensors:
+        size = layout.num_bytes
+        if layout.name not in names:
+            buffers.append(bytearray(size))
+            continue
+        room = rooms.room(layout.name, layout.torch_dtype, layout.shape)
+        buffer = room.buffer(i, layout.torch_dtype, layout.shape)
+        if size < len(buffer):
+            buffer[size:] = 0
+            buffer = buffer[:size]
+        buffers.append(buffer)
+    return buffers
 
 
 class _File:

@@ -72,6 +72,11 @@ def names_of(layouts: tuple[Layout, ...]) -> frozenset[str]:
     return frozenset(layout.name for layout in layouts)
 
 
+@functools.lru_cache(maxsize=1 << 10)
+def _num_bytes(layouts: tuple[Layout, ...]) -> int:
+    return sum(layout.num_bytes for layout in layouts)
+
+
 class Place(msgspec.Struct, frozen=True):
     """Where a row is, and what must be found there."""
 
@@ -85,7 +90,7 @@ class Place(msgspec.Struct, frozen=True):
 
     @property
     def num_bytes(self) -> int:
-        return sum(tensor.num_bytes for tensor in self.tensors)
+        return _num_bytes(self.tensors)
 
 
 def checksum(parts: Iterable[Any]) -> int:

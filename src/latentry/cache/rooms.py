@@ -1,0 +1,94 @@
+"""Where the tensors of a batch are read into: side by side, as long as they are alike.
+
+So a batch is one tensor of each name from the beginning, and is never stacked.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from latentry.cache.memory import BatchMemory
+
+
+class Loaded(NamedTuple):
+    """Several samples. A tensor is in ``together`` if all have it in one shape, else in the values of those that do."""
+
+    values: list[dict[str, Any]]
+    together: dict[str, torch.Tensor]
+    """Each [number of samples, ...]."""
+
+
+class Rooms:
+    """Where all tensors of some samples go."""
+
+    def __init__(self, count: int, memory: BatchMemory) -> None:
+        self._count = count
+        self._memory = memory
+        self._rooms: dict[str, _Room] = {}
+
+    def room(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> _Room:
+        """That of this name; the first tensor decides how large it is."""
+        if name not in self._rooms:
+            self._rooms[name] = _Room(self._count, dtype, shape, self._memory)
+        return self._rooms[name]
+
+    def loaded(self, values: list[dict[str, Any]]) -> Loaded:
+        """The samples, of whose values the tensors are missing that are not like the others'."""
+        together = {}
+        for name, room in self._rooms.items():
+            if room.is_full:
+                together[name] = room.base
+            else:
+                for i, tensor in room.tensors().items():
+                    values[i][name] = tensor
+        return Loaded(values, together)
+
+
+class _Room:
+    """Where the tensors of one name go: side by side, as long as they are like the first of them."""
+
+    def __init__(self, count: int, dtype: torch.dtype, shape: tuple[int, ...], memory: BatchMemory) -> None:
+        self._kind = (dtype, shape)
+        self._inside: list[int] = []
+        self._others: dict[int, torch.Tensor] = {}
+        self.base = memory.empty((count, *shape), dtype)
+
+    @functools.cached_property
+    def _buffers(self) -> npt.NDArray[np.uint8]:
+        count = len(self.base)
+        return _bytes_of(self.base).reshape(count, self.base.nbytes // count)
+
+    def buffer(self, i: int, dtype: torch.dtype, shape: tuple[int, ...]) -> npt.NDArray[np.uint8]:
+        """What the bytes of sample ``i``'s are to be read into."""
+        if (dtype, shape) == self._kind:
+            self._inside.append(i)
+            buffer: npt.NDArray[np.uint8] = self._buffers[i]
+            return buffer
+        self._others[i] = torch.empty(shape, dtype=dtype)
+        return _bytes_of(self._others[i])
+
+    def put(self, i: int, tensor: torch.Tensor) -> None:
+        """Take sample ``i``'s from elsewhere."""
+        if (tensor.dtype, tuple(tensor.shape)) == self._kind:
+            self._inside.append(i)
+            self.base[i].copy_(tensor)
+        else:
+            self._others[i] = tensor
+
+    @property
+    def is_full(self) -> bool:
+        return len(self._inside) == len(self.base)
+
+    def tensors(self) -> dict[int, torch.Tensor]:
+        """Those of the samples that have one."""
+        return {i: self.base[i] for i in self._inside} | self._others
+
+
+def _bytes_of(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:
+    content: npt.NDArray[np.uint8] = tensor.view(-1).view(torch.uint8).numpy()
+    return content
