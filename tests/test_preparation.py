@@ -736,7 +736,7 @@ def test_few_are_read_ahead_until_the_first_is_there(photos, tmp_path, monkeypat
             yield batch
 
     monkeypatch.setattr(TaskRunner, "_batches", watched)
-    monkeypatch.setattr(local.os, "cpu_count", lambda: 4)
+    monkeypatch.setattr(local, "num_cores", lambda: 4)
     prepare(SMALL, image_dir=photos, output_dir=tmp_path / "cache", batch_size=1)
     assert ahead[0] == 2
     assert max(ahead) > 3

@@ -13,7 +13,7 @@ import latentry
 SOURCE = Path(latentry.__file__).parent
 
 ROOMS = [
-    "errors", "records", "storage", "buckets", "order", "captions", "sources", "media", "processors", "cache",
+    "errors", "machine", "records", "storage", "buckets", "order", "captions", "sources", "media", "processors", "cache",
     "plan", "quality", "device", "texts", "encode", "engines", "sampler", "items", "datasets", "loader", "report", "preparation", "verification", "conversion", "testing", "cli",
     "__main__",
 ]  # fmt: skip

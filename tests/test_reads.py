@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import pickle
+import subprocess
+import sys
 import threading
 import time
 
@@ -37,6 +39,29 @@ def test_what_is_not_worth_it_stays_in_the_calling_thread(reads, num_reads, num_
     names = []
     reads.run([lambda: names.append(threading.current_thread().name)] * num_reads, num_bytes)
     assert names == [threading.current_thread().name] * num_reads
+
+
+@pytest.mark.parametrize(
+    ("num_cores", "num_ranks", "expected"), [(16, "", 8), (16, "4", 2), (4, "1", 2), (2, "8", 1)]
+)
+def test_a_rank_takes_half_of_its_cores(num_cores, num_ranks, expected, monkeypatch):
+    monkeypatch.setattr("latentry.cache.reads.num_cores", lambda: num_cores)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", num_ranks)
+    meeting, names = threading.Barrier(expected, timeout=30), set()
+
+    def read(number: int) -> None:
+        if number < expected:
+            meeting.wait()
+        names.add(threading.current_thread().name)
+
+    Reads().run([lambda i=i: read(i) for i in range(50)], LARGE)
+    assert len(names) == expected
+
+
+def test_cores_are_those_the_process_is_bound_to():
+    bound = "import os; os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])"
+    code = f"{bound}; from latentry.machine import num_cores; print(num_cores())"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "1\n"
 
 
 def test_the_first_error_is_raised_after_all_have_ended():

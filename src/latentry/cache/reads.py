@@ -1,8 +1,8 @@
 """The reads of a batch, several at a time.
 
 A disk serves many requests as quickly as one, and a single thread that copies does not use all of a memory's
-speed. So a batch's reads are shared between the thread that asks for it and a few others, on half of the cores:
-the others are the trainer's.
+speed. So a batch's reads are shared between the thread that asks for it and a few others, on half of the cores that
+a rank has: the others are the trainer's.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 from torch.utils.data import get_worker_info
 
-_MOST_THREADS = 4
+from latentry.machine import num_cores, num_ranks
+
+_MOST_THREADS = 8
 _WORTHWHILE_BYTES = 1 << 22
 """Below that a batch is read before another thread has begun."""
 
@@ -24,7 +26,7 @@ class Reads:
     """Threads for reading batches, the calling one among them; for callers in any number of threads."""
 
     def __init__(self, num_threads: int | None = None) -> None:
-        self._num_threads = num_threads or max(1, min(_MOST_THREADS, (os.cpu_count() or 1) // 2))
+        self._num_threads = num_threads or max(1, min(_MOST_THREADS, num_cores() // (2 * num_ranks())))
         self._lock = threading.Lock()
         self._pool: ThreadPoolExecutor | None = None
         self._process = 0

@@ -25,6 +25,7 @@ import torch
 from latentry.cache.workspace import Workspace
 from latentry.encode import Outcome, TaskRunner
 from latentry.errors import ConfigError, LatentryError, RunError
+from latentry.machine import num_cores
 from latentry.plan import ResolvedRecipe
 from latentry.processors import processor_class
 from latentry.records import Commit, Task
@@ -84,7 +85,7 @@ def run_tasks(job: Job, tasks: Sequence[Task], devices: Sequence[str], watch: Wa
 
 def _work(job: Job, tasks: Iterable[Task], device: str, share: int, watch: Watch) -> None:
     """Run tasks until there are none; ``share`` workers divide the processor's cores among them."""
-    cores = max(1, (os.cpu_count() or 1) // share)
+    cores = max(1, num_cores() // share)
     if share > 1:
         torch.set_num_threads(cores)
     # Kernels, events and recorded graphs go to the device that is the current one.
