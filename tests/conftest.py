@@ -11,8 +11,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from latentry.buckets import MultiTierBucketCalculator
+from latentry.conversion import convert_cache
 from latentry.preparation import Progress
 from latentry.testing import make_flux_pipeline, make_hunyuan_pipeline, make_image_cache, make_wan_pipeline
 
@@ -24,6 +26,24 @@ EXAMPLES = Path(__file__).parents[1] / "examples" / "pictures"
 
 def golden(name: str) -> list[dict[str, Any]]:
     return json.loads((DATA / name).read_text())
+
+
+def edit_json(path: Path, change: Callable[[Any], Any]) -> None:
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content))
+
+
+def assert_same_items(first, second) -> None:
+    assert first.keys() == second.keys()
+    for key in first.keys() - {"cache_file"}:
+        if isinstance(first[key], torch.Tensor):
+            assert first[key].dtype == second[key].dtype, key
+            assert torch.equal(first[key], second[key]), key
+        elif isinstance(first[key], dict):
+            assert_same_items(first[key], second[key])
+        else:
+            assert first[key] == second[key], key
 
 
 def stopped_after(count: int) -> Callable[[Progress], None]:
@@ -96,3 +116,11 @@ def wan_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def hunyuan_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny random HunyuanVideo 1.5, with SigLIP."""
     return make_hunyuan_pipeline(tmp_path_factory.mktemp("hunyuan"))
+
+
+@pytest.fixture
+def both(tmp_path) -> tuple[Path, Path]:
+    """The same samples, in files of their own and packed."""
+    files = make_image_cache(tmp_path / "files", {(256, 256): 13, (320, 192): 9, (192, 320): 7}, shard_size=8)
+    convert_cache(files, tmp_path / "packed")
+    return files, tmp_path / "packed"

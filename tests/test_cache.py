@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import os
 import pickle
 import shutil
 
 import pytest
 import torch
+from conftest import edit_json
 
 from latentry.cache import index as index_module
 from latentry.datasets import TextToImageDataset
 from latentry.errors import CacheError, CacheFileError, CacheNotFoundError, MetadataError
 from latentry.testing import make_image_cache
-
-
-def edit_json(path, change):
-    content = json.loads(path.read_text())
-    change(content)
-    path.write_text(json.dumps(content))
 
 
 def edit_rows(cache, change, shard="metadata_shard_0000.json"):

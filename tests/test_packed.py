@@ -10,13 +10,12 @@ import random
 import re
 import shutil
 import threading
-import weakref
 import zipfile
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import EXAMPLES
+from conftest import EXAMPLES, assert_same_items
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
@@ -65,18 +64,6 @@ PACKED = Recipe(max_pixels=128 * 128, output_format="packed")
 @pytest.fixture
 def photos(tmp_path) -> Path:
     return Path(shutil.copytree(EXAMPLES, tmp_path / "photos"))
-
-
-def assert_same_items(first, second) -> None:
-    assert first.keys() == second.keys()
-    for key in first.keys() - {"cache_file"}:
-        if isinstance(first[key], torch.Tensor):
-            assert first[key].dtype == second[key].dtype, key
-            assert torch.equal(first[key], second[key]), key
-        elif isinstance(first[key], dict):
-            assert_same_items(first[key], second[key])
-        else:
-            assert first[key] == second[key], key
 
 
 def assert_same_batches(build, first: Path, second: Path, **options) -> None:
@@ -511,13 +498,6 @@ def test_the_command(tmp_path, capsys):
 # ---- serving --------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def both(tmp_path) -> tuple[Path, Path]:
-    files = make_image_cache(tmp_path / "files", {(256, 256): 13, (320, 192): 9, (192, 320): 7}, shard_size=8)
-    convert_cache(files, tmp_path / "packed")
-    return files, tmp_path / "packed"
-
-
 @pytest.mark.parametrize("num_workers", [0, 3])
 def test_the_order_and_the_batches_are_the_same(both, num_workers):
     assert_same_batches(build_images, *both, batch_size=4, num_workers=num_workers)
@@ -568,42 +548,6 @@ def test_batches_that_several_threads_read_are_the_same(both, form, tmp_path, mo
     fresh = TextToImageDataset(cache)
     with pytest.raises(CacheFileError, match=re.escape(path.name)):
         fresh.__getitems__([*rows, *range(29)])
-
-
-@pytest.mark.parametrize("form", [0, 1])
-def test_items_of_a_batch_are_dictionaries_and_keep_nothing_alive(both, form):
-    dataset = TextToImageDataset(both[form])
-    items = dataset.__getitems__([0, 1])
-    assert str(dataset.cache_dir) in items.where(1)
-    again = pickle.loads(pickle.dumps(items))
-    assert [type(again), type(again[0]), type(items[0])] == [list, dict, dict]
-    assert again[0].keys() == items[0].keys()
-    reference = weakref.ref(items[0]["latent"])
-    for item in items:
-        for key in [key for key, value in item.items() if isinstance(value, torch.Tensor)]:
-            del item[key]
-    del item, again
-    assert reference() is None
-    assert str(dataset.cache_dir) in items.where(1)
-
-
-@pytest.mark.parametrize("form", [0, 1])
-def test_a_collate_function_may_change_items(both, form):
-    """Items are made of columns when they are asked for; from then on they count."""
-    dataset = TextToImageDataset(both[form])
-    rows = list(next(iter(dataset.bucket_groups.values()))["indices"])[2::-1]
-    whole = collate_fn_text_to_image(dataset.__getitems__(rows))
-    changed = dataset.__getitems__(rows)
-    for item in changed:
-        item["latent"] = item["latent"] * 2
-        item["prompt"] += "!"
-    batch = collate_fn_text_to_image(changed)
-    assert torch.equal(batch["image_latents"], whole["image_latents"] * 2)
-    assert batch["metadata"]["prompts"] == [f"{prompt}!" for prompt in whole["metadata"]["prompts"]]
-    assert_same_items(collate_fn_text_to_image([dataset[row] for row in rows]), whole)
-    del changed[1]["prompt_embeds"]
-    with pytest.raises(CacheFileError, match=r"prompt_embeds is absent, but \[.* must stack"):
-        collate_fn_text_to_image(changed)
 
 
 def test_some_rows_of_a_packed_cache(both):

@@ -25,7 +25,7 @@ from latentry.cache.reads import Reads
 from latentry.cache.rooms import Loaded
 from latentry.cache.samples import FileSamples, PackedSamples, Samples, open_samples
 from latentry.errors import ConfigError
-from latentry.items import CachedSamples, Column, Item, Items, Places, each
+from latentry.items import CachedSamples, Column, Items, Places, each
 
 logger = logging.getLogger(__name__)
 
@@ -154,10 +154,10 @@ class BaseMultiresolutionDataset(Dataset[dict[str, Any]], ABC):
         return len(self.index)
 
     @abstractmethod
-    def __getitem__(self, idx: int) -> Item:
+    def __getitem__(self, idx: int) -> dict[str, Any]:
         """One sample, ready for its collate function."""
 
-    def __getitems__(self, indices: Sequence[int]) -> Sequence[Item]:
+    def __getitems__(self, indices: Sequence[int]) -> Sequence[dict[str, Any]]:
         """Several samples; subclasses may read them at once."""
         return [self[idx] for idx in indices]
 
@@ -187,10 +187,10 @@ class TextToImageDataset(BaseMultiresolutionDataset):
         self.train_text_encoder = train_text_encoder
         super().__init__(cache_dir, quantization=64)
 
-    def __getitem__(self, idx: int) -> Item:
-        return self._items(self._load(idx))[0]
+    def __getitem__(self, idx: int) -> dict[str, Any]:
+        return dict(self._items(self._load(idx))[0])
 
-    def __getitems__(self, indices: Sequence[int]) -> Sequence[Item]:
+    def __getitems__(self, indices: Sequence[int]) -> Sequence[dict[str, Any]]:
         """A batch at once; its tensors lie side by side, so that collating copies nothing."""
         if type(self).__getitem__ is not TextToImageDataset.__getitem__:
             return super().__getitems__(indices)
@@ -222,7 +222,7 @@ class TextToImageDataset(BaseMultiresolutionDataset):
             "bucket_id": cached.optional("bucket_id"),
             "aspect_ratio": cached.aspect_ratios(),
         }
-        return Items(tensors, values, cached.places)
+        return Items.of(tensors, values, cached.places)
 
 
 class TextToVideoDataset(BaseMultiresolutionDataset):
@@ -245,10 +245,10 @@ class TextToVideoDataset(BaseMultiresolutionDataset):
                 "%s was made for %r, but model_type is %r", self.cache_dir, written_for, model_type
             )
 
-    def __getitem__(self, idx: int) -> Item:
-        return self._items(self._load(idx))[0]
+    def __getitem__(self, idx: int) -> dict[str, Any]:
+        return dict(self._items(self._load(idx))[0])
 
-    def __getitems__(self, indices: Sequence[int]) -> Sequence[Item]:
+    def __getitems__(self, indices: Sequence[int]) -> Sequence[dict[str, Any]]:
         """A batch at once; its tensors lie side by side, so that collating copies nothing."""
         if type(self).__getitem__ is not TextToVideoDataset.__getitem__:
             return super().__getitems__(indices)
@@ -267,4 +267,4 @@ class TextToVideoDataset(BaseMultiresolutionDataset):
             key: each(column, lambda batch: batch[:, None].to(self.device)) for key, column in tensors.items()
         }
         tensors["bucket_resolution"] = torch.tensor([(shape.width, shape.height) for shape in cached.shapes])
-        return Items(tensors, {"aspect_ratio": cached.aspect_ratios()}, cached.places)
+        return Items.of(tensors, {"aspect_ratio": cached.aspect_ratios()}, cached.places)

@@ -1,6 +1,6 @@
 """What a dataset hands over: samples that were read at once, checked against their rows, column by column.
 
-Making, checking and stacking tensors one sample at a time costs as much as reading them, so as long as all samples of
+Making, checking and stacking tensors one sample at a time costs a third of reading them, so as long as all samples of
 a batch are alike a column is one tensor from the disk to the trainer. Items, one sample each, are cut out of the
 columns for whoever asks for them.
 """
@@ -8,18 +8,18 @@ columns for whoever asks for them.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections import UserList
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, NamedTuple
 
 import torch
 
-from latentry.cache.rooms import Loaded
+from latentry.cache.rooms import Loaded, plain_tensor
 from latentry.cache.samples import Samples
 from latentry.errors import CacheFileError
 from latentry.records import BucketShape
 
-Item = dict[str, Any]
 Column = torch.Tensor | list[torch.Tensor | None]
 """A tensor of each sample: in one piece, or where they are not alike in a list, None for those that have none."""
 
@@ -29,6 +29,15 @@ def each(column: Column, change: Callable[[torch.Tensor], torch.Tensor]) -> Colu
     if isinstance(column, torch.Tensor):
         return change(column)
     return [None if tensor is None else change(tensor[None])[0] for tensor in column]
+
+
+class Columns(NamedTuple):
+    """A batch by what its samples have."""
+
+    tensors: Mapping[str, Column]
+    values: Mapping[str, list[Any]]
+    where: Callable[[int], str]
+    """A sample's place, for people."""
 
 
 class Places:
@@ -50,45 +59,72 @@ class Places:
         return os.path.join(self._cache_dir, self._samples.file(self._rows[i]))
 
 
-class Items(Sequence[Item]):
-    """The items of a batch, which a collate function may take as they are, or by column.
+class Item(dict[str, Any]):
+    """A sample of a batch, which can say where it comes from. In another process it is a dictionary."""
 
-    There are columns until an item is handed out; whoever has it may change it.
-    """
-
-    def __init__(self, tensors: dict[str, Column], values: dict[str, list[Any]], places: Places) -> None:
-        self._columns: tuple[dict[str, Column], dict[str, list[Any]]] | None = (tensors, values)
-        self._items: list[Item] = []
+    def __init__(
+        self, content: Mapping[str, Any] | Iterable[Any] = (), places: Places | None = None, i: int = 0
+    ) -> None:
+        super().__init__(content)
         self._places = places
+        self._i = i
 
     @property
-    def columns(self) -> tuple[dict[str, Column], dict[str, list[Any]]] | None:
-        """Tensors, and everything else."""
-        return self._columns
+    def where(self) -> str:
+        """Its place, for people."""
+        return "a sample" if self._places is None else self._places.where(self._i)
 
-    def where(self, i: int) -> str:
-        """A sample's place, for people."""
-        return self._places.where(i)
+    def __reduce__(self) -> tuple[type[dict[str, Any]], tuple[dict[str, Any]]]:
+        return (dict, (dict(self),))
+
+
+class Items(UserList[Any]):
+    """The items of a batch, as a list that is filled when somebody looks into it.
+
+    Until then ``columns`` has everything; afterwards it is None, for whoever has an item may have changed it.
+    """
+
+    def __init__(self, items: Iterable[Any] = ()) -> None:
+        self._items = list(items)
+        self._places: Places | None = None
+        self.columns: Columns | None = None
+
+    @classmethod
+    def of(cls, tensors: dict[str, Column], values: dict[str, list[Any]], places: Places) -> Items:
+        items = cls()
+        items.columns = Columns(tensors, values, places.where)
+        items._places = places
+        return items
+
+    @property
+    def data(self) -> list[Any]:
+        """What a ``UserList`` keeps its items in."""
+        if self.columns is not None and self._places is not None:
+            self._items = [self._item(i, self.columns, self._places) for i in range(len(self._places))]
+            self.columns = None
+        return self._items
+
+    @data.setter
+    def data(self, items: list[Any]) -> None:
+        self._items, self.columns = items, None
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._items if self._places is None or self.columns is None else self._places)
 
-    @overload
-    def __getitem__(self, index: int) -> Item: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Item]: ...
-    def __getitem__(self, index: int | slice) -> Item | list[Item]:
-        if self._columns is not None:
-            self._items = [self._item(i, *self._columns) for i in range(len(self))]
-            self._columns = None
-        return self._items[index]
+    @staticmethod
+    def _item(i: int, columns: Columns, places: Places) -> Item:
+        item = Item({key: column[i] for key, column in columns.values.items()}, places, i)
+        for key, column in columns.tensors.items():
+            tensor = column[i]
+            if tensor is not None:
+                item[key] = tensor
+        item["cache_file"] = places.file(i)
+        return item
 
-    def _item(self, i: int, tensors: Mapping[str, Column], values: Mapping[str, list[Any]]) -> Item:
-        item = {key: column[i] for key, column in values.items()}
-        item |= {key: column[i] for key, column in tensors.items() if column[i] is not None}
-        return item | {"cache_file": self._places.file(i)}
+    def __copy__(self) -> Items:
+        return Items(self)
 
-    def __reduce__(self) -> tuple[type[list[Item]], tuple[list[Item]]]:
+    def __reduce__(self) -> tuple[type[list[Any]], tuple[list[Any]]]:
         return (list, (list(self),))
 
 
@@ -147,28 +183,31 @@ class CachedSamples:
         """The tensors under this key; a leading dimension of 1 too many is taken off."""
         together = self._together.get(key)
         if together is not None:
-            return self._without_ones(0, key, together, num_dims)
-        return [
-            None
-            if value is None
-            else self._without_ones(i, key, self._checked(i, key, value)[None], num_dims)[0]
-            for i, value in enumerate(self.values(key) if required else self.optional(key))
-        ]
+            return (
+                together[:, 0] if self._has_one_too_many(0, key, together.shape[1:], num_dims) else together
+            )
+        column: list[torch.Tensor | None] = []
+        for i, value in enumerate(self.values(key) if required else self.optional(key)):
+            if value is not None:
+                value = self._plain_tensor(i, key, value)
+                value = value[0] if self._has_one_too_many(i, key, value.shape, num_dims) else value
+            column.append(value)
+        return column
 
-    def _checked(self, i: int, key: str, value: Any) -> torch.Tensor:
+    def _plain_tensor(self, i: int, key: str, value: Any) -> torch.Tensor:
         if not isinstance(value, torch.Tensor):
             raise CacheFileError(f"{self.places.where(i)}: {key} is a {type(value).__name__}, not a tensor")
-        return value
+        return plain_tensor(value, key, lambda: self.places.where(i))
 
-    def _without_ones(self, i: int, key: str, batch: torch.Tensor, num_dims: int) -> torch.Tensor:
-        shape = batch.shape[1:]
+    def _has_one_too_many(self, i: int, key: str, shape: torch.Size, num_dims: int) -> bool:
+        """Whether there is a leading dimension of 1 before so many; an error where it is something else."""
         if len(shape) == num_dims + 1 and shape[0] == 1:
-            return batch[:, 0]
+            return True
         if len(shape) != num_dims:
             raise CacheFileError(
                 f"{self.places.where(i)}: {key} has shape {list(shape)}; expected {num_dims} dimensions"
             )
-        return batch
+        return False
 
     def latents(self, key: str, num_dims: int) -> Column:
         """Latents, checked to be their bucket's picture shrunk by one whole factor."""

@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from latentry.datasets import (
     TextToVideoDataset,
 )
 from latentry.errors import CacheFileError, ConfigError, StateError
-from latentry.items import Items
+from latentry.items import Columns, Item, Items
 from latentry.sampler import SequentialBucketSampler
 
 Batch = dict[str, Any]
@@ -41,12 +42,12 @@ Batch = dict[str, Any]
 
 def collate_fn_production(batch: Sequence[Mapping[str, Any]]) -> Batch:
     """Image samples side by side: tensors stacked, everything else in lists, keys unchanged."""
-    columns = _Columns(batch)
+    columns = _columns(batch)
     tensors = ("latent", "crop_resolution", "original_resolution", "crop_offset")
     texts = ("clip_hidden", "pooled_prompt_embeds", "prompt_embeds", "clip_tokens", "t5_tokens")
-    output: Batch = {key: columns.stacked(key) for key in tensors}
-    output |= {key: columns.values(key) for key in ("prompt", "image_path", "bucket_id", "aspect_ratio")}
-    output |= {key: columns.stacked(key) for key in texts if columns.has(key)}
+    output: Batch = {key: _stacked(columns, key) for key in tensors}
+    output |= {key: columns.values[key] for key in ("prompt", "image_path", "bucket_id", "aspect_ratio")}
+    output |= {key: _stacked(columns, key) for key in texts if key in columns.tensors}
     return output
 
 
@@ -80,54 +81,49 @@ def collate_fn_video(batch: Sequence[Mapping[str, Any]], model_type: str = "wan"
     Which optional fields there are is the cache's to say; ``model_type`` is taken because callers
     of the documented interface pass it.
     """
-    columns = _Columns(batch)
+    columns = _columns(batch)
     output: Batch = {
-        "video_latents": columns.stacked("video_latents").flatten(0, 1),
-        "text_embeddings": columns.stacked("text_embeddings").flatten(0, 1),
+        "video_latents": _stacked(columns, "video_latents").flatten(0, 1),
+        "text_embeddings": _stacked(columns, "text_embeddings").flatten(0, 1),
         "data_type": "video",
     }
     for key in VIDEO_OPTIONAL_FIELDS:
-        if columns.has(key):
-            output[key] = columns.stacked(key).flatten(0, 1)
+        if key in columns.tensors:
+            output[key] = _stacked(columns, key).flatten(0, 1)
     return output
 
 
-class _Columns:
+def _columns(batch: Sequence[Mapping[str, Any]]) -> Columns:
     """A batch by column: as it was read, or from items that somebody has made or may have changed."""
+    if not len(batch):
+        raise ConfigError("a batch without samples cannot be collated")
+    if isinstance(batch, Items) and batch.columns is not None:
+        return batch.columns
+    columns = {key: [item.get(key) for item in batch] for key in dict.fromkeys(chain.from_iterable(batch))}
+    return Columns(columns, columns, lambda i: _where(batch[i]))
 
-    def __init__(self, batch: Sequence[Mapping[str, Any]]) -> None:
-        self._batch = batch
-        self._read = batch.columns if isinstance(batch, Items) else None
 
-    def has(self, key: str) -> bool:
-        """Whether any of the samples has it."""
-        return any(key in item for item in self._batch) if self._read is None else key in self._read[0]
+def _where(item: Mapping[str, Any]) -> str:
+    return item.where if isinstance(item, Item) else str(item.get("cache_file", "a sample"))
 
-    def values(self, key: str) -> list[Any]:
-        return [item[key] for item in self._batch] if self._read is None else self._read[1][key]
 
-    def stacked(self, key: str) -> torch.Tensor:
-        """The tensors of all samples, which must be alike."""
-        column = [item.get(key) for item in self._batch] if self._read is None else self._read[0][key]
-        if isinstance(column, torch.Tensor):
-            return column
-        tensors = [tensor for tensor in column if tensor is not None]
-        if not tensors:
-            raise CacheFileError(f"{self._where(0)} has no {key}")
-        like, first = tensors[0], next(i for i, tensor in enumerate(column) if tensor is not None)
-        for i, tensor in enumerate(column):
-            if tensor is None or tensor.shape != like.shape:
-                found = "absent" if tensor is None else f"{list(tensor.shape)}"
-                raise CacheFileError(
-                    f"{self._where(i)}: {key} is {found}, but {list(like.shape)} in {self._where(first)} of the same "
-                    "bucket; a batch must stack"
-                )
-        return torch.stack(tensors)
-
-    def _where(self, i: int) -> str:
-        if isinstance(self._batch, Items):
-            return self._batch.where(i)
-        return str(self._batch[i].get("cache_file", "a sample"))
+def _stacked(columns: Columns, key: str) -> torch.Tensor:
+    """The tensors of all samples, which must be alike."""
+    column = columns.tensors.get(key, [])
+    if isinstance(column, torch.Tensor):
+        return column
+    tensors = [tensor for tensor in column if tensor is not None]
+    if not tensors:
+        raise CacheFileError(f"{columns.where(0)} has no {key}")
+    like, first = tensors[0], next(i for i, tensor in enumerate(column) if tensor is not None)
+    for i, tensor in enumerate(column):
+        if tensor is None or tensor.shape != like.shape:
+            found = "absent" if tensor is None else f"{list(tensor.shape)}"
+            raise CacheFileError(
+                f"{columns.where(i)}: {key} is {found}, but {list(like.shape)} in {columns.where(first)} of the same "
+                "bucket; a batch must stack"
+            )
+    return torch.stack(tensors)
 
 
 # ---- the loader -----------------------------------------------------------------------------

@@ -102,6 +102,8 @@ def _safetensors(file: _Ends) -> dict[str, Any]:
         found[name] = _stored(dtype, tuple(tensor["shape"]), 8 + length + start)
         if found[name].num_bytes != end - start:
             raise _Unknown
+    if 8 + length + max((tensor["data_offsets"][1] for tensor in header.values()), default=0) != file.size:
+        raise _Unknown
     return found | msgspec.json.decode(plain, type=dict[str, Any])
 
 
@@ -171,6 +173,7 @@ class _Global(NamedTuple):
 class _Storage(NamedTuple):
     dtype: torch.dtype
     record: str
+    count: Any
 
 
 _MARK = _Mark()
@@ -272,10 +275,10 @@ class _Contents:
                 raise _Unknown
             stack[-1].extend(items)
         elif op == 0x51:  # BINPERSID
-            kind, storage, record, _, _ = stack.pop()
+            kind, storage, record, _, count = stack.pop()
             if kind != "storage":
                 raise _Unknown
-            stack.append(_Storage(_STORAGES[storage], f"data/{record}"))
+            stack.append(_Storage(_STORAGES[storage], f"data/{record}", count))
         elif op == 0x52:  # REDUCE
             arguments, name = stack.pop(), stack.pop()
             stack.append(self._rebuilt(name, arguments))
@@ -309,6 +312,8 @@ class _Contents:
                 raise _Unknown
             expected *= side
         offset, num_bytes = self._contents(storage.record)
+        if storage.count * storage.dtype.itemsize != num_bytes:
+            raise _Unknown
         stored = _stored(storage.dtype, shape, offset + first * storage.dtype.itemsize)
         if hooks or first < 0 or first * storage.dtype.itemsize + stored.num_bytes > num_bytes:
             raise _Unknown

@@ -343,6 +343,8 @@ def _header(cache_dir: Path, metadata: GlobalMetadata) -> Header:
         header = msgspec.convert(metadata.packed, Header)
         for layout in {layout for layouts in header.layouts for layout in layouts}:
             layout.check()
+        if any(len(names_of(layouts)) != len(layouts) for layouts in header.layouts):
+            raise ValueError("a row would have two tensors of one name")
         if any(min(b.width, b.height, b.count) < 1 for b in header.buckets) or header.block_rows < 1:
             raise ValueError("a bucket has no size")
         if "latents" not in header.parts or not set(header.parts) <= set(PARTS):

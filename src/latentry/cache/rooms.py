@@ -6,6 +6,7 @@ So a batch is one tensor of each name from the beginning, and is never stacked.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,6 +14,7 @@ import numpy.typing as npt
 import torch
 
 from latentry.cache.memory import BatchMemory
+from latentry.errors import CacheFileError
 
 
 class Loaded(NamedTuple):
@@ -21,6 +23,13 @@ class Loaded(NamedTuple):
     values: list[dict[str, Any]]
     together: dict[str, torch.Tensor]
     """Each [number of samples, ...]."""
+
+
+def plain_tensor(tensor: torch.Tensor, name: str, where: Callable[[], str]) -> torch.Tensor:
+    """The tensor without its gradient; an error if it is sparse, or of another kind that cannot be stacked."""
+    if tensor.layout != torch.strided:
+        raise CacheFileError(f"{where()}: {name} is {tensor.layout}; only plain tensors can be served")
+    return tensor.detach()
 
 
 class Rooms:
@@ -38,7 +47,7 @@ class Rooms:
         return self._rooms[name]
 
     def loaded(self, values: list[dict[str, Any]]) -> Loaded:
-        """The samples, of whose values the tensors are missing that are not like the others'."""
+        """These samples with the tensors that were read; those that do not lie together are added to the values."""
         together = {}
         for name, room in self._rooms.items():
             if room.is_full:
@@ -48,13 +57,18 @@ class Rooms:
                     values[i][name] = tensor
         return Loaded(values, together)
 
+    def of(self, i: int) -> dict[str, torch.Tensor]:
+        """A single sample's tensors."""
+        found = {name: room.tensors() for name, room in self._rooms.items()}
+        return {name: tensors[i] for name, tensors in found.items() if i in tensors}
+
 
 class _Room:
     """Where the tensors of one name go: side by side, as long as they are like the first of them."""
 
     def __init__(self, count: int, dtype: torch.dtype, shape: tuple[int, ...], memory: BatchMemory) -> None:
         self._kind = (dtype, shape)
-        self._inside: list[int] = []
+        self._inside: set[int] = set()
         self._others: dict[int, torch.Tensor] = {}
         self.base = memory.empty((count, *shape), dtype)
 
@@ -66,7 +80,7 @@ class _Room:
     def buffer(self, i: int, dtype: torch.dtype, shape: tuple[int, ...]) -> npt.NDArray[np.uint8]:
         """What the bytes of sample ``i``'s are to be read into."""
         if (dtype, shape) == self._kind:
-            self._inside.append(i)
+            self._inside.add(i)
             buffer: npt.NDArray[np.uint8] = self._buffers[i]
             return buffer
         self._others[i] = torch.empty(shape, dtype=dtype)
@@ -75,10 +89,10 @@ class _Room:
     def put(self, i: int, tensor: torch.Tensor) -> None:
         """Take sample ``i``'s from elsewhere."""
         if (tensor.dtype, tuple(tensor.shape)) == self._kind:
-            self._inside.append(i)
+            self._inside.add(i)
             self.base[i].copy_(tensor)
         else:
-            self._others[i] = tensor
+            self._others[i] = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
 
     @property
     def is_full(self) -> bool:

@@ -25,7 +25,7 @@ from latentry.cache.memory import BatchMemory
 from latentry.cache.outline import Stored, read_outline
 from latentry.cache.packed import Entry, PackedIndex, part_of
 from latentry.cache.reads import Reads
-from latentry.cache.rooms import Loaded, Rooms
+from latentry.cache.rooms import Loaded, Rooms, plain_tensor
 from latentry.cache.shards import Place, checksum, names_of
 from latentry.errors import CacheFileError, CacheNotFoundError
 from latentry.storage import KnownFolders, inside, open_regular
@@ -121,11 +121,8 @@ class _FileBatch:
             elif not isinstance(value, torch.Tensor):
                 values[name] = value
             elif name in self._names:
-                if value.layout != torch.strided:
-                    raise CacheFileError(
-                        f"{file.path}: {name} is {value.layout}; only plain tensors can be served"
-                    )
-                self._rooms.room(name, value.dtype, tuple(value.shape)).put(number, value.detach())
+                tensor = plain_tensor(value, name, lambda: file.path)
+                self._rooms.room(name, tensor.dtype, tuple(tensor.shape)).put(number, tensor)
         self._values.append(values)
 
     def read(self, reads: Reads) -> None:
@@ -209,8 +206,7 @@ class PackedSamples:
         entry = self._index.entry(row)
         names = frozenset[str]().union(*(names_of(place.tensors) for place in entry.places.values()))
         rooms = self._read([row], [entry], names, BatchMemory(), Reads(1))
-        tensors = {name: base[0] for name, base in rooms.loaded([{}]).together.items()}
-        return entry.dictionary(self._index.row(row), tensors)
+        return entry.dictionary(self._index.row(row), rooms.of(0))
 
     def load_many(
         self, rows: Sequence[int], names: Collection[str], memory: BatchMemory, reads: Reads
