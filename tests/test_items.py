@@ -7,12 +7,14 @@ import pickle
 import random
 import re
 import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from conftest import assert_same_items, edit_json
 
+from latentry.conversion import convert_cache
 from latentry.datasets import TextToImageDataset
 from latentry.errors import CacheFileError, ConfigError, MetadataError
 from latentry.loader import collate_fn_text_to_image, collate_fn_video
@@ -117,6 +119,37 @@ def test_odd_tensors_in_files(tmp_path, whole):
     torch.save(data | {"latent": data["latent"][0].to_sparse_csr()}, odd)
     with pytest.raises(CacheFileError, match=rf"{odd}: latent is torch.sparse_csr; only plain"):
         item()
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_samples_of_a_batch_that_are_not_alike(tmp_path, packed):
+    cache = make_image_cache(tmp_path / "files", {(256, 256): 4})
+    paths = [cache / TextToImageDataset(cache).samples.file(row) for row in range(4)]
+
+    def change(path: Path, remove: str = "", **values: torch.Tensor) -> None:
+        data = torch.load(path, weights_only=True) | values
+        torch.save({key: value for key, value in data.items() if key != remove}, path)
+
+    def served() -> TextToImageDataset:
+        if not packed:
+            return TextToImageDataset(cache)
+        convert_cache(cache, tmp_path / f"packed{len(list(tmp_path.iterdir()))}")
+        return TextToImageDataset(max(tmp_path.glob("packed*")))
+
+    change(paths[1], remove="pooled_prompt_embeds")
+    dataset = served()
+    items = dataset.__getitems__([0, 1, 2, 3])
+    assert ["pooled_prompt_embeds" in item for item in items] == [True, False, True, True]
+    for i, item in enumerate(items):
+        assert_same_items(item, dataset[i])
+    with pytest.raises(CacheFileError, match="pooled_prompt_embeds is absent"):
+        collate_fn_text_to_image(dataset.__getitems__([0, 1, 2, 3]))
+    change(paths[3], latent=torch.zeros(4, 16, 32))
+    dataset = served()
+    with pytest.raises(
+        CacheFileError, match=rf"{re.escape(dataset.samples.where(3))}: .* not a scaled-down 256x256"
+    ):
+        dataset.__getitems__([0, 1, 2, 3])
 
 
 def test_a_layout_with_one_name_twice_is_refused(both):

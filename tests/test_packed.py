@@ -779,6 +779,23 @@ def test_outlines_leave_everything_odd_to_torch(tmp_path, odd):
         assert read_outline(file.fileno(), ".pt") is None
 
 
+def test_what_torch_or_safetensors_refuse_has_no_outline(tmp_path):
+    path = tmp_path / "x.pt"
+    torch.save({"x": torch.zeros(300)}, path)
+    count, wrong = (b"M" + number.to_bytes(2, "little") + b"t" for number in (300, 301))
+    content = path.read_bytes()
+    assert content.count(count) == 1
+    path.write_bytes(content.replace(count, wrong))
+    with open(path, "rb") as file:
+        assert read_outline(file.fileno(), ".pt") is None
+    path = tmp_path / "x.safetensors"
+    whole = b"".join(writer.cache_file_parts({"x": torch.zeros(3)}, "safetensors"))
+    for content, known in ((whole, True), (whole + b"more", False), (whole[:-1], False)):
+        path.write_bytes(content)
+        with open(path, "rb") as file:
+            assert (read_outline(file.fileno(), ".safetensors") is not None) is known
+
+
 def test_damaged_files_have_no_outline_or_a_harmless_one(tmp_path):
     cache = make_image_cache(tmp_path / "files", {(64, 64): 1})
     path = next(cache.glob("*x*/*"))
