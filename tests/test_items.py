@@ -101,7 +101,7 @@ def test_batches_that_cannot_be_collated(both):
 @pytest.mark.filterwarnings("ignore:Sparse CSR")
 @pytest.mark.parametrize("whole", [False, True])
 def test_odd_tensors_in_files(tmp_path, whole):
-    """As one sample or in a batch, they are the same: without gradients, contiguous, or refused in one line."""
+    """As one sample or in a batch, they come without gradients, or are refused in one line."""
     cache = make_image_cache(tmp_path / "files", {(256, 256): 3})
     dataset = TextToImageDataset(cache)
     odd = cache / dataset.samples.file(1)
@@ -116,6 +116,7 @@ def test_odd_tensors_in_files(tmp_path, whole):
         assert pickle.loads(pickle.dumps(item()))["latent"].shape == data["latent"].shape
     torch.save(data | {"prompt_embeds": torch.ones(1, 1, 1).expand(1, 7, 9)}, odd)
     assert item()["prompt_embeds"].sum() == 63
+    assert item()["prompt_embeds"].is_contiguous() or not whole
     torch.save(data | {"latent": data["latent"][0].to_sparse_csr()}, odd)
     with pytest.raises(CacheFileError, match=rf"{odd}: latent is torch.sparse_csr; only plain"):
         item()
