@@ -31,7 +31,7 @@ def each(column: Column, change: Callable[[torch.Tensor], torch.Tensor]) -> Colu
     return [None if tensor is None else change(tensor[None])[0] for tensor in column]
 
 
-class Columns(NamedTuple):
+class BatchColumns(NamedTuple):
     """A batch by what its samples have."""
 
     tensors: Mapping[str, Column]
@@ -86,46 +86,49 @@ class Items(UserList[Any]):
 
     def __init__(self, items: Iterable[Any] = ()) -> None:
         self._items = list(items)
-        self._places: Places | None = None
-        self.columns: Columns | None = None
+        self._unfilled: tuple[BatchColumns, Places] | None = None
 
     @classmethod
     def of(cls, tensors: dict[str, Column], values: dict[str, list[Any]], places: Places) -> Items:
         items = cls()
-        items.columns = Columns(tensors, values, places.where)
-        items._places = places
+        items._unfilled = (BatchColumns(tensors, values, places.where), places)
         return items
+
+    @property
+    def columns(self) -> BatchColumns | None:
+        return self._unfilled[0] if self._unfilled else None
 
     @property
     def data(self) -> list[Any]:
         """What a ``UserList`` keeps its items in."""
-        if self.columns is not None and self._places is not None:
-            self._items = [self._item(i, self.columns, self._places) for i in range(len(self._places))]
-            self.columns = None
+        if self._unfilled:
+            columns, places = self._unfilled
+            self._items = [_item(i, columns, places) for i in range(len(places))]
+            self._unfilled = None
         return self._items
 
     @data.setter
     def data(self, items: list[Any]) -> None:
-        self._items, self.columns = items, None
+        self._items, self._unfilled = items, None
 
     def __len__(self) -> int:
-        return len(self._items if self._places is None or self.columns is None else self._places)
-
-    @staticmethod
-    def _item(i: int, columns: Columns, places: Places) -> Item:
-        item = Item({key: column[i] for key, column in columns.values.items()}, places, i)
-        for key, column in columns.tensors.items():
-            tensor = column[i]
-            if tensor is not None:
-                item[key] = tensor
-        item["cache_file"] = places.file(i)
-        return item
+        return len(self._unfilled[1] if self._unfilled else self._items)
 
     def __copy__(self) -> Items:
         return Items(self)
 
     def __reduce__(self) -> tuple[type[list[Any]], tuple[list[Any]]]:
         return (list, (list(self),))
+
+
+def _item(i: int, columns: BatchColumns, places: Places) -> Item:
+    item = Item({key: column[i] for key, column in columns.values.items()}, places, i)
+    for key, column in columns.tensors.items():
+        tensor = column[i]
+        if tensor is not None:
+            item[key] = tensor
+    item["cache_file"] = places.file(i)
+    return item
 
 
 class CachedSamples:

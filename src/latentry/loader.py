@@ -32,7 +32,7 @@ from latentry.datasets import (
     TextToVideoDataset,
 )
 from latentry.errors import CacheFileError, ConfigError, StateError
-from latentry.items import Columns, Item, Items
+from latentry.items import BatchColumns, Item, Items
 from latentry.sampler import SequentialBucketSampler
 
 Batch = dict[str, Any]
@@ -93,21 +93,21 @@ def collate_fn_video(batch: Sequence[Mapping[str, Any]], model_type: str = "wan"
     return output
 
 
-def _columns(batch: Sequence[Mapping[str, Any]]) -> Columns:
+def _columns(batch: Sequence[Mapping[str, Any]]) -> BatchColumns:
     """A batch by column: as it was read, or from items that somebody has made or may have changed."""
     if not len(batch):
         raise ConfigError("a batch without samples cannot be collated")
     if isinstance(batch, Items) and batch.columns is not None:
         return batch.columns
     columns = {key: [item.get(key) for item in batch] for key in dict.fromkeys(chain.from_iterable(batch))}
-    return Columns(columns, columns, lambda i: _where(batch[i]))
+    return BatchColumns(columns, columns, lambda i: _where(batch[i]))
 
 
 def _where(item: Mapping[str, Any]) -> str:
     return item.where if isinstance(item, Item) else str(item.get("cache_file", "a sample"))
 
 
-def _stacked(columns: Columns, key: str) -> torch.Tensor:
+def _stacked(columns: BatchColumns, key: str) -> torch.Tensor:
     """The tensors of all samples, which must be alike."""
     column = columns.tensors.get(key, [])
     if isinstance(column, torch.Tensor):

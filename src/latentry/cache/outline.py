@@ -96,13 +96,15 @@ def _safetensors(file: _Ends) -> dict[str, Any]:
     header = msgspec.json.decode(file.read(length, 8), type=dict[str, dict[str, Any]])
     plain = header.pop("__metadata__", {}).get(PLAIN_VALUES_KEY, "{}")
     found: dict[str, Any] = {}
+    last = 0
     for name, tensor in header.items():
         start, end = tensor["data_offsets"]
         dtype = CONTAINER_DTYPES[tensor["dtype"]]
         found[name] = _stored(dtype, tuple(tensor["shape"]), 8 + length + start)
         if found[name].num_bytes != end - start:
             raise _Unknown
-    if 8 + length + max((tensor["data_offsets"][1] for tensor in header.values()), default=0) != file.size:
+        last = max(last, end)
+    if 8 + length + last != file.size:
         raise _Unknown
     return found | msgspec.json.decode(plain, type=dict[str, Any])
 

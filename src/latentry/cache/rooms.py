@@ -40,7 +40,15 @@ class Rooms:
         self._memory = memory
         self._rooms: dict[str, _Room] = {}
 
-    def room(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> _Room:
+    def buffer(self, i: int, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> npt.NDArray[np.uint8]:
+        """What the bytes of a tensor of sample ``i`` are to be read into."""
+        return self._room(name, dtype, shape).buffer(i, dtype, shape)
+
+    def put(self, i: int, name: str, tensor: torch.Tensor) -> None:
+        """Take a tensor of sample ``i`` from elsewhere."""
+        self._room(name, tensor.dtype, tuple(tensor.shape)).put(i, tensor)
+
+    def _room(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> _Room:
         """That of this name; the first tensor decides how large it is."""
         if name not in self._rooms:
             self._rooms[name] = _Room(self._count, dtype, shape, self._memory)
@@ -78,7 +86,6 @@ class _Room:
         return _bytes_of(self.base).reshape(count, self.base.nbytes // count)
 
     def buffer(self, i: int, dtype: torch.dtype, shape: tuple[int, ...]) -> npt.NDArray[np.uint8]:
-        """What the bytes of sample ``i``'s are to be read into."""
         if (dtype, shape) == self._kind:
             self._inside.add(i)
             buffer: npt.NDArray[np.uint8] = self._buffers[i]
@@ -87,7 +94,6 @@ class _Room:
         return _bytes_of(self._others[i])
 
     def put(self, i: int, tensor: torch.Tensor) -> None:
-        """Take sample ``i``'s from elsewhere."""
         if (tensor.dtype, tuple(tensor.shape)) == self._kind:
             self._inside.add(i)
             self.base[i].copy_(tensor)

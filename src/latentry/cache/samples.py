@@ -114,15 +114,13 @@ class _FileBatch:
         for name, value in data.items():
             if isinstance(value, Stored):
                 if name in self._names:
-                    room = self._rooms.room(name, value.dtype, value.shape)
-                    buffer = room.buffer(number, value.dtype, value.shape)
+                    buffer = self._rooms.buffer(number, name, value.dtype, value.shape)
                     self._waiting.append(partial(_read_into, buffer, file, value.offset))
                     self._num_bytes += value.num_bytes
             elif not isinstance(value, torch.Tensor):
                 values[name] = value
             elif name in self._names:
-                tensor = plain_tensor(value, name, lambda: file.path)
-                self._rooms.room(name, tensor.dtype, tuple(tensor.shape)).put(number, tensor)
+                self._rooms.put(number, name, plain_tensor(value, name, lambda: file.path))
         self._values.append(values)
 
     def read(self, reads: Reads) -> None:
@@ -255,8 +253,7 @@ def row_buffers(i: int, place: Place, names: Collection[str], rooms: Rooms) -> l
         if layout.name not in names:
             buffers.append(bytearray(size))
             continue
-        room = rooms.room(layout.name, layout.torch_dtype, layout.shape)
-        buffer = room.buffer(i, layout.torch_dtype, layout.shape)
+        buffer = rooms.buffer(i, layout.name, layout.torch_dtype, layout.shape)
         if size < len(buffer):
             buffer[size:] = 0
             buffer = buffer[:size]
