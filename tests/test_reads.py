@@ -52,6 +52,7 @@ def test_a_rank_takes_half_of_its_cores(num_cores, num_ranks, expected, monkeypa
     def read(number: int) -> None:
         if number < expected:
             meeting.wait()
+        time.sleep(0.01)  # so that every thread there is gets one
         names.add(threading.current_thread().name)
 
     Reads().run([lambda i=i: read(i) for i in range(50)], LARGE)
