@@ -22,8 +22,8 @@ from pictures import write_pictures
 from PIL import Image
 
 from latentry.buckets import MultiTierBucketCalculator
-from latentry.plan import Recipe
-from latentry.preparation import prepare
+from latentry.encode.prepare import prepare
+from latentry.encode.recipe import Recipe
 from latentry.processors.tiny import TinyProcessor
 
 

@@ -30,9 +30,9 @@ import torch
 from pictures import EXAMPLES, write_pictures
 from PIL import Image
 
-from latentry.media.kinds import VideoChoices
-from latentry.plan import Recipe
-from latentry.preparation import prepare
+from latentry.encode.prepare import prepare
+from latentry.encode.recipe import Recipe
+from latentry.media.reader import VideoOptions
 from latentry.processors import PROCESSORS
 from latentry.processors.flux import FluxProcessor
 from latentry.processors.hunyuan import HunyuanProcessor
@@ -87,9 +87,9 @@ class _Random:
         super().__init__(*arguments)
         Loaded.at = time.perf_counter()
 
-    def arrange_for_gpu(self) -> None:
+    def use_fused_encoder(self) -> None:
         if not Loaded.plainly:
-            super().arrange_for_gpu()
+            super().use_fused_encoder()
 
     @classmethod
     def weights_identity(cls, model_name: str) -> str:
@@ -294,8 +294,8 @@ FAMILIES = {"flux": RandomFlux, "wan": RandomWan, "hunyuan": RandomHunyuan}
 
 
 def cases(scale: float) -> dict[str, Case]:
-    def clip(frames: int) -> VideoChoices:
-        return VideoChoices(target_frames=frames)
+    def clip(frames: int) -> VideoOptions:
+        return VideoOptions(target_frames=frames)
 
     return {
         "flux1024": Case("flux", {"max_pixels": 1024**2}, (1024, 1024), 1, int(1600 * scale), 16, 64),

@@ -29,10 +29,10 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from latentry.cache.packed import PackedIndex
-from latentry.conversion import convert_cache
-from latentry.datasets import TextToImageDataset
-from latentry.loader import build_text_to_image_multiresolution_dataloader
+from latentry.cache.convert import convert_cache
+from latentry.cache.packed.index import PackedIndex
+from latentry.serve.config import build_text_to_image_multiresolution_dataloader
+from latentry.serve.dataset import TextToImageDataset
 from latentry.testing.caches import write_metadata
 
 EPOCHS = 3

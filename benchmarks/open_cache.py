@@ -65,14 +65,14 @@ def open_usual(folder: Path) -> int:
 
 
 def open_latentry(folder: Path) -> int:
-    from latentry.datasets import TextToImageDataset
+    from latentry.serve.dataset import TextToImageDataset
 
     return len(TextToImageDataset(folder))
 
 
 def measure(way: str, folder: Path, queue: multiprocessing.Queue) -> None:
     if way != "usual":
-        import latentry.datasets  # noqa: F401 - the imports are not part of opening
+        import latentry.serve.dataset  # noqa: F401 - the imports are not part of opening
     before = peak_mb()
     start = time.perf_counter()
     (open_usual if way == "usual" else open_latentry)(folder)

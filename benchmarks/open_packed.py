@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from latentry.cache.packed import BLOCK_ROWS, INDEX_VERSION, index_schema
+from latentry.cache.packed.index import BLOCK_ROWS, INDEX_VERSION, index_schema
 
 SIZES = [(1024, 1024), (1152, 896), (896, 1152), (832, 1216)]
 LOOKUPS = 10_000
@@ -75,7 +75,7 @@ def private_mb() -> float:
 
 
 def open_it(folder: Path, queue: multiprocessing.Queue) -> None:
-    from latentry.datasets import TextToImageDataset
+    from latentry.serve.dataset import TextToImageDataset
 
     before = private_mb()
     started = time.perf_counter()

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import torch
 
 from latentry.buckets import MultiTierBucketCalculator
-from latentry.sampler import SequentialBucketSampler
+from latentry.serve.sampler import SequentialBucketSampler
 
 NUM_BUCKETS = 30
 

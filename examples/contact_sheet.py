@@ -7,10 +7,10 @@ from pathlib import Path
 import torch
 from PIL import Image, ImageDraw
 
-from latentry.cache.files import load_cache_file
-from latentry.datasets import TextToImageDataset, TextToVideoDataset
+from latentry.cache.read.files import load_cache_file
 from latentry.media.images import decode_image, fit_to_bucket
 from latentry.processors import processor_class
+from latentry.serve.dataset import TextToImageDataset, TextToVideoDataset
 
 TILE, GAP, TEXT, COLUMNS = 220, 8, 16, 3
 

@@ -4,7 +4,7 @@ import random
 
 import numpy as np
 import pytest
-from conftest import golden
+from helpers import golden
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import EXAMPLES
+from helpers import EXAMPLES
 from PIL import Image
 
 from latentry.cli import main

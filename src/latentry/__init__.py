@@ -10,47 +10,47 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from latentry.buckets import MultiTierBucketCalculator as MultiTierBucketCalculator
-    from latentry.conversion import convert_cache as convert_cache
-    from latentry.datasets import BaseMultiresolutionDataset as BaseMultiresolutionDataset
-    from latentry.datasets import TextToImageDataset as TextToImageDataset
-    from latentry.datasets import TextToVideoDataset as TextToVideoDataset
+    from latentry.cache.convert import convert_cache as convert_cache
+    from latentry.encode.prepare import prepare as prepare
+    from latentry.encode.recipe import Recipe as Recipe
+    from latentry.encode.verify import verify_cache as verify_cache
     from latentry.errors import CacheError as CacheError
     from latentry.errors import ConfigError as ConfigError
     from latentry.errors import LatentryError as LatentryError
     from latentry.errors import StateError as StateError
-    from latentry.loader import (
+    from latentry.media.reader import VideoOptions as VideoOptions
+    from latentry.serve.config import (
         build_text_to_image_multiresolution_dataloader as build_text_to_image_multiresolution_dataloader,
     )
-    from latentry.loader import (
+    from latentry.serve.config import (
         build_video_multiresolution_dataloader as build_video_multiresolution_dataloader,
     )
-    from latentry.loader import from_config as from_config
-    from latentry.media.kinds import VideoChoices as VideoChoices
-    from latentry.plan import Recipe as Recipe
-    from latentry.preparation import prepare as prepare
-    from latentry.sampler import SequentialBucketSampler as SequentialBucketSampler
-    from latentry.verification import verify_cache as verify_cache
+    from latentry.serve.config import from_config as from_config
+    from latentry.serve.dataset import BaseMultiresolutionDataset as BaseMultiresolutionDataset
+    from latentry.serve.dataset import TextToImageDataset as TextToImageDataset
+    from latentry.serve.dataset import TextToVideoDataset as TextToVideoDataset
+    from latentry.serve.sampler import SequentialBucketSampler as SequentialBucketSampler
 
 __version__ = "0.1.0"
 
 _HOME = {
-    "BaseMultiresolutionDataset": "datasets",
+    "BaseMultiresolutionDataset": "serve.dataset",
     "CacheError": "errors",
     "ConfigError": "errors",
     "LatentryError": "errors",
     "MultiTierBucketCalculator": "buckets",
-    "Recipe": "plan",
-    "VideoChoices": "media.kinds",
-    "SequentialBucketSampler": "sampler",
+    "Recipe": "encode.recipe",
+    "VideoOptions": "media.reader",
+    "SequentialBucketSampler": "serve.sampler",
     "StateError": "errors",
-    "TextToImageDataset": "datasets",
-    "TextToVideoDataset": "datasets",
-    "convert_cache": "conversion",
-    "build_text_to_image_multiresolution_dataloader": "loader",
-    "build_video_multiresolution_dataloader": "loader",
-    "from_config": "loader",
-    "prepare": "preparation",
-    "verify_cache": "verification",
+    "TextToImageDataset": "serve.dataset",
+    "TextToVideoDataset": "serve.dataset",
+    "convert_cache": "cache.convert",
+    "build_text_to_image_multiresolution_dataloader": "serve.config",
+    "build_video_multiresolution_dataloader": "serve.config",
+    "from_config": "serve.config",
+    "prepare": "encode.prepare",
+    "verify_cache": "encode.verify",
 }
 """Where each public name lives."""
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from latentry.errors import ConfigError, LatentryError
 
 if TYPE_CHECKING:
-    from latentry.preparation import Progress
+    from latentry.encode.prepare import Progress
 
 _PRESETS = ("256p", "512p", "768p", "1024p", "1536p")
 
@@ -204,13 +204,13 @@ def _image(options: argparse.Namespace) -> int:
 
 
 def _video(options: argparse.Namespace) -> int:
-    from latentry.media.kinds import VideoChoices
+    from latentry.media.reader import VideoOptions
 
     if (options.width is None) != (options.height is None):
         raise ConfigError("--height and --width go together; give both, or neither for buckets")
     if options.width is not None and (options.resolution_preset or options.max_pixels):
         raise ConfigError("--height and --width fix the size; leave out --resolution_preset and --max_pixels")
-    choices = VideoChoices(
+    choices = VideoOptions(
         mode=options.mode,
         num_frames=options.num_frames,
         target_frames=options.target_frames,
@@ -230,9 +230,9 @@ def _prepare(options: argparse.Namespace, more: dict[str, Any], **where: Any) ->
     from rich.console import Console
 
     from latentry.buckets import MultiTierBucketCalculator
+    from latentry.encode.prepare import prepare
+    from latentry.encode.recipe import Recipe
     from latentry.engines.local import find_devices
-    from latentry.plan import Recipe
-    from latentry.preparation import prepare
 
     preset = MultiTierBucketCalculator.RESOLUTION_PRESETS[options.resolution_preset or options.default_preset]
     recipe = Recipe(
@@ -272,8 +272,8 @@ def _prepare(options: argparse.Namespace, more: dict[str, Any], **where: Any) ->
 
 
 def _verify(options: argparse.Namespace) -> int:
-    from latentry.preparation import Progress
-    from latentry.verification import verify_cache
+    from latentry.encode.prepare import Progress
+    from latentry.encode.verify import verify_cache
 
     with _progress(quiet=options.quiet) as on_progress:
         result = verify_cache(
@@ -290,8 +290,8 @@ def _verify(options: argparse.Namespace) -> int:
 
 
 def _convert(options: argparse.Namespace) -> int:
-    from latentry.conversion import convert_cache
-    from latentry.preparation import Progress
+    from latentry.cache.convert import convert_cache
+    from latentry.encode.prepare import Progress
 
     with _progress(quiet=options.quiet) as on_progress:
         result = convert_cache(

@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from latentry.cache.metadata import (
+from latentry.cache.format import (
     METADATA_NAME,
     GlobalMetadata,
     Row,
@@ -31,10 +31,10 @@ from latentry.cache.metadata import (
     read_global_metadata,
     read_rows,
 )
-from latentry.cache.packed import PackedIndex
+from latentry.cache.packed.index import PackedIndex
 from latentry.errors import MetadataError
-from latentry.records import BucketShape
 from latentry.storage import inside, publish
+from latentry.types import BucketShape
 
 logger = logging.getLogger(__name__)
 

@@ -22,13 +22,13 @@ from typing import Any
 
 import torch
 
-from latentry.cache.workspace import Workspace
-from latentry.encode import Outcome, TaskRunner
+from latentry.cache.write.workspace import Workspace
+from latentry.encode.pipeline import Outcome, TaskRunner
+from latentry.encode.recipe import ResolvedRecipe
 from latentry.errors import ConfigError, LatentryError, RunError
-from latentry.machine import num_cores
-from latentry.plan import ResolvedRecipe
+from latentry.hardware import num_cores
 from latentry.processors import processor_class
-from latentry.records import Commit, Task
+from latentry.types import Commit, Task
 
 _MOST_READERS = 16
 

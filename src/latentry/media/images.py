@@ -18,7 +18,7 @@ from PIL import Image, ImageCms, UnidentifiedImageError
 
 from latentry.buckets import Seed, choose_window
 from latentry.errors import MediaError
-from latentry.media.headers import jpeg_header, parse_jpeg_header
+from latentry.media.jpeg_header import jpeg_header, parse_jpeg_header
 
 Pixels = npt.NDArray[np.uint8]
 """[H,W,3], RGB."""

@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 
 from latentry.errors import ConfigError
-from latentry.records import ProcessorInfo
+from latentry.types import ProcessorInfo
 
 Fields = dict[str, torch.Tensor]
 """Some keys of a cache file, for one sample."""

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from latentry.errors import ModelError
-from latentry.processors.gpu.replay import Replayed
+from latentry.processors.fused.cuda_graphs import CudaGraphed
 from latentry.storage import content_digest
 
 _INSTALL = "pip install 'latentry[models]'"
@@ -126,14 +126,14 @@ class VaeEncoder:
         self._vae = vae
         self._one_by_one = one_by_one
         self._bytes_per_pixel = bytes_per_pixel
-        self._gpu_encoder: Replayed | None = None
+        self._gpu_encoder: CudaGraphed | None = None
         self._gpu_bytes_needed: Callable[[torch.Tensor], int] | None = None
 
-    def arrange_for_gpu(self, family: Any) -> None:
+    def use_fused_encoder(self, family: Any) -> None:
         """Use this family of encoders, if it knows the VAE."""
         if family.supports(self._vae):
             encoder = family(self._vae)
-            self._gpu_encoder = Replayed(encoder)
+            self._gpu_encoder = CudaGraphed(encoder)
             self._gpu_bytes_needed = getattr(encoder, "bytes_needed", None)
 
     def posterior(self, pixels: torch.Tensor) -> Any:

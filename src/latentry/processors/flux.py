@@ -27,11 +27,11 @@ from latentry.processors.diffusers_model import (
     to_device,
     unscaled_pixels,
 )
-from latentry.processors.gpu.clip import ClipEncoder, states_of
-from latentry.processors.gpu.image_vae import ImageEncoder
-from latentry.processors.gpu.replay import Replayed
-from latentry.processors.gpu.t5 import TextEncoder
-from latentry.records import ProcessorInfo
+from latentry.processors.fused.clip import ClipEncoder, states_of
+from latentry.processors.fused.cuda_graphs import CudaGraphed
+from latentry.processors.fused.image_vae import ImageEncoder
+from latentry.processors.fused.t5 import T5Encoder
+from latentry.types import ProcessorInfo
 
 T5_LENGTH = 512
 CLIP_LENGTH = 77
@@ -62,9 +62,9 @@ class FluxProcessor:
         self._encoder = VaeEncoder(self._vae, _BYTES_PER_PIXEL)
         self.bytes_needed = self._encoder.bytes_needed
         self._clip_states: Callable[[torch.Tensor], torch.Tensor] = partial(states_of, self._clip)
-        self._gpu_t5: Replayed | None = None
+        self._gpu_t5: CudaGraphed | None = None
         if device.type == "cuda":
-            self.arrange_for_gpu()
+            self.use_fused_encoder()
 
     def _load(self, model_name: str) -> tuple[Any, ...]:
         """The VAE, the two text encoders and their tokenizers."""
@@ -82,13 +82,13 @@ class FluxProcessor:
                 AutoTokenizer.from_pretrained(folder, subfolder="tokenizer_2"),
             )
 
-    def arrange_for_gpu(self) -> None:
+    def use_fused_encoder(self) -> None:
         """Encode by the quicker ways in ``gpu``: the same numbers, up to rounding."""
-        self._encoder.arrange_for_gpu(ImageEncoder)
+        self._encoder.use_fused_encoder(ImageEncoder)
         if ClipEncoder.supports(self._clip):
-            self._clip_states = Replayed(ClipEncoder(self._clip))
-        if TextEncoder.supports(self._t5):
-            self._gpu_t5 = Replayed(TextEncoder(self._t5))
+            self._clip_states = CudaGraphed(ClipEncoder(self._clip))
+        if T5Encoder.supports(self._t5):
+            self._gpu_t5 = CudaGraphed(T5Encoder(self._t5))
 
     @classmethod
     def weights_identity(cls, model_name: str) -> str:

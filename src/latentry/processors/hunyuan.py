@@ -25,8 +25,8 @@ from latentry.processors.diffusers_model import (
     to_device,
     unscaled_pixels,
 )
-from latentry.processors.gpu.hunyuan_vae import HunyuanEncoder
-from latentry.records import ProcessorInfo
+from latentry.processors.fused.hunyuan_vae import HunyuanEncoder
+from latentry.types import ProcessorInfo
 
 _COMPONENTS = ("vae", "text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2")
 _BYTES_PER_PIXEL = 1900  # of all frames, in 16 bits; 92 GB for 121 frames of 848x480 on an H200
@@ -60,7 +60,7 @@ class HunyuanProcessor:
         self._encoder = VaeEncoder(self._vae, _BYTES_PER_PIXEL, one_by_one=True)
         self.bytes_needed = self._encoder.bytes_needed
         if device.type == "cuda":
-            self.arrange_for_gpu()
+            self.use_fused_encoder()
 
     def _load(self, model_name: str) -> tuple[Any, ...]:
         """The VAE, the text encoders, their tokenizers, SigLIP and what prepares pictures for it, or None twice."""
@@ -91,9 +91,9 @@ class HunyuanProcessor:
                 features,
             )
 
-    def arrange_for_gpu(self) -> None:
+    def use_fused_encoder(self) -> None:
         """Encode by the quicker ways in ``gpu``: the same numbers, up to rounding."""
-        self._encoder.arrange_for_gpu(HunyuanEncoder)
+        self._encoder.use_fused_encoder(HunyuanEncoder)
 
     @classmethod
     def weights_identity(cls, model_name: str) -> str:

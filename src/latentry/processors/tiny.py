@@ -18,7 +18,7 @@ from latentry.errors import ConfigError
 from latentry.processors import Columns
 from latentry.processors.tiny_autoencoder import DOWNSCALE, TinyAutoencoder
 from latentry.processors.tiny_text import TinyTextEncoder
-from latentry.records import ProcessorInfo
+from latentry.types import ProcessorInfo
 
 _ASSET = resources.files("latentry.processors") / "assets" / "tiny_autoencoder.safetensors"
 

@@ -24,9 +24,9 @@ from latentry.processors.diffusers_model import (
     to_device,
     unscaled_pixels,
 )
-from latentry.processors.gpu.t5 import TextEncoder
-from latentry.processors.gpu.wan_vae import WanEncoder
-from latentry.records import ProcessorInfo
+from latentry.processors.fused.t5 import T5Encoder
+from latentry.processors.fused.wan_vae import WanEncoder
+from latentry.types import ProcessorInfo
 
 TEXT_LENGTH = 226
 _LENGTH_STEP = 32
@@ -63,9 +63,9 @@ class WanProcessor:
         self._inverse_std = 1.0 / torch.tensor(self._vae.config.latents_std).view(shape).to(device, dtype)
         self._encoder = VaeEncoder(self._vae, _BYTES_PER_PIXEL)
         self.bytes_needed = self._encoder.bytes_needed
-        self._gpu_umt5: TextEncoder | None = None
+        self._gpu_umt5: T5Encoder | None = None
         if device.type == "cuda":
-            self.arrange_for_gpu()
+            self.use_fused_encoder()
 
     def _load(self, model_name: str) -> tuple[Any, ...]:
         """The VAE, the text encoder and its tokenizer."""
@@ -82,11 +82,11 @@ class WanProcessor:
                 AutoTokenizer.from_pretrained(folder, subfolder="tokenizer"),
             )
 
-    def arrange_for_gpu(self) -> None:
+    def use_fused_encoder(self) -> None:
         """Encode by the quicker ways in ``gpu``: the same numbers, up to rounding."""
-        self._encoder.arrange_for_gpu(WanEncoder)
-        if TextEncoder.supports(self._umt5):
-            self._gpu_umt5 = TextEncoder(self._umt5)
+        self._encoder.use_fused_encoder(WanEncoder)
+        if T5Encoder.supports(self._umt5):
+            self._gpu_umt5 = T5Encoder(self._umt5)
 
     @classmethod
     def weights_identity(cls, model_name: str) -> str:

@@ -14,7 +14,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from latentry.records import Bucket, Failure, bucket_name
+from latentry.types import Bucket, Failure, bucket_name
 
 _WORST = 5
 _FAILURES_SHOWN = 10

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from latentry.errors import ConfigError
-from latentry.records import Failure, SourceFile
+from latentry.types import Failure, SourceFile
 
 
 def list_folder(

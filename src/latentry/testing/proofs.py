@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from latentry.loader import LatentDataLoader
+from latentry.serve.loader import LatentDataLoader
 
 
 def assert_resumes(make_loader: Callable[[], LatentDataLoader], stop_after: int) -> None:

@@ -1,5 +1,5 @@
 """The base class of datasets, under the documented name."""
 
-from latentry.datasets import BaseMultiresolutionDataset
+from latentry.serve.dataset import BaseMultiresolutionDataset
 
 __all__ = ["BaseMultiresolutionDataset"]

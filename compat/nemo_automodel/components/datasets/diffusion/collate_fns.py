@@ -1,11 +1,9 @@
 """Collate functions and loader builders, under the documented names."""
 
-from latentry.loader import (
+from latentry.serve.collate import collate_fn_production, collate_fn_text_to_image, collate_fn_video
+from latentry.serve.config import (
     build_text_to_image_multiresolution_dataloader,
     build_video_multiresolution_dataloader,
-    collate_fn_production,
-    collate_fn_text_to_image,
-    collate_fn_video,
 )
 
 __all__ = [

@@ -1,5 +1,5 @@
 """The bucket sampler, under the documented name."""
 
-from latentry.sampler import SequentialBucketSampler, logger
+from latentry.serve.sampler import SequentialBucketSampler, logger
 
 __all__ = ["SequentialBucketSampler", "logger"]

@@ -1,5 +1,5 @@
 """The image dataset, under the documented name."""
 
-from latentry.datasets import TextToImageDataset
+from latentry.serve.dataset import TextToImageDataset
 
 __all__ = ["TextToImageDataset"]

@@ -1,5 +1,5 @@
 """The video dataset, under the documented name."""
 
-from latentry.datasets import VIDEO_OPTIONAL_FIELDS, TextToVideoDataset
+from latentry.serve.dataset import VIDEO_OPTIONAL_FIELDS, TextToVideoDataset
 
 __all__ = ["VIDEO_OPTIONAL_FIELDS", "TextToVideoDataset"]

@@ -1,0 +1,910 @@
+"""Packed caches: the same samples as in files of their own, in shards that any tool opens, and safely."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pickle
+import random
+import re
+import shutil
+import threading
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import EXAMPLES, assert_same_items
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+
+import latentry
+from latentry import Recipe, prepare, verify_cache
+from latentry.cache.convert import convert_cache
+from latentry.cache.packed import index as packed
+from latentry.cache.packed import shards
+from latentry.cache.packed.shards import StoredRow, write_shard
+from latentry.cache.read.batch_buffers import BatchBuffers
+from latentry.cache.read.buffer_pool import BufferPool
+from latentry.cache.read.file_contents import TensorLocation, read_contents
+from latentry.cache.read.read_threads import ReadThreads
+from latentry.cache.read.samples import OpenShards, row_buffers
+from latentry.cache.write import writers as writer
+from latentry.cache.write.torch_file import torch_file_parts
+from latentry.cache.write.workspace import Workspace
+from latentry.cli import main
+from latentry.errors import (
+    CacheError,
+    CacheFileError,
+    CacheNotFoundError,
+    ConfigError,
+    MetadataError,
+    RunError,
+    StateError,
+)
+from latentry.media.reader import VideoOptions
+from latentry.processors.tiny import TinyProcessor
+from latentry.serve.collate import collate_fn_text_to_image
+from latentry.serve.dataset import BaseMultiresolutionDataset, TextToImageDataset, TextToVideoDataset
+from latentry.serve.loader import LatentDataLoader, LoaderConfig
+from latentry.serve.sampler import SequentialBucketSampler
+from latentry.testing import (
+    assert_resumes,
+    assert_same_cache,
+    make_counter_clip,
+    make_image_cache,
+    make_video_cache,
+)
+
+build_images = latentry.build_text_to_image_multiresolution_dataloader
+build_videos = latentry.build_video_multiresolution_dataloader
+FILES = Recipe(max_pixels=128 * 128)
+PACKED = Recipe(max_pixels=128 * 128, output_format="packed")
+
+
+@pytest.fixture
+def photos(tmp_path) -> Path:
+    return Path(shutil.copytree(EXAMPLES, tmp_path / "photos"))
+
+
+def assert_same_batches(build, first: Path, second: Path, **options) -> None:
+    loaders = [build(cache_dir=c, drop_last=False, **options)[0] for c in (first, second)]
+    assert len(loaders[0]) == len(loaders[1]) > 0
+    for one, other in zip(*loaders, strict=True):
+        assert_same_items(one, other)
+
+
+def shards_of(cache: Path, part: str) -> list[Path]:
+    return sorted(cache.glob(f"*x*/*.{part}.safetensors"))
+
+
+# ---- encoding into shards -------------------------------------------------------------------
+
+
+def test_a_run_into_shards_gives_what_a_run_into_files_gives(photos, tmp_path):
+    files, cache = tmp_path / "files", tmp_path / "packed"
+    prepare(FILES, image_dir=photos, output_dir=files)
+    result = prepare(PACKED, image_dir=photos, output_dir=cache)
+    assert (result.num_encoded, result.exit_status) == (12, 0)
+    assert_same_batches(build_images, files, cache, batch_size=3, num_workers=0)
+    assert verify_cache(cache).exit_status == 0
+    metadata = json.loads((cache / "metadata.json").read_text())
+    assert (metadata["shards"], metadata["total_items"], metadata["packed"]["version"]) == ([], 12, 2)
+    assert sorted(path.name for path in cache.iterdir() if path.is_file()) == ["index.arrow", "metadata.json"]
+    assert not (cache / ".latentry").exists()
+
+
+def test_any_tool_opens_the_shards(photos, tmp_path):
+    prepare(PACKED, image_dir=photos, output_dir=tmp_path / "cache")
+    dataset = TextToImageDataset(tmp_path / "cache")
+    for i in range(12):
+        place = dataset.index.place(i, "latents")
+        with safe_open(tmp_path / "cache" / place.file, framework="pt") as shard:
+            assert torch.equal(shard.get_tensor(f"{place.row}.latent"), dataset[i]["latent"])
+    names = set()
+    for path in shards_of(tmp_path / "cache", "text"):
+        with safe_open(path, framework="pt") as shard:
+            names |= {name.split(".")[1] for name in shard.keys()}  # noqa: SIM118 - not a dict
+    assert names == {"prompt_embeds", "pooled_prompt_embeds"}
+
+
+@pytest.fixture
+def small_tasks(monkeypatch):
+    monkeypatch.setattr("latentry.encode.plan._MOST_IN_TASK", 2)
+
+
+@pytest.mark.slow
+def test_stopped_after_any_task_it_makes_the_same_cache(photos, tmp_path, small_tasks):
+    undisturbed, cache = tmp_path / "undisturbed", tmp_path / "cache"
+    prepare(PACKED, image_dir=photos, output_dir=undisturbed)
+    stops = 0
+    while True:
+        seen = []
+
+        def stop_soon(progress, seen=seen):
+            if progress.phase == "encode":
+                seen.append(progress.done)
+                if len(seen) > 3:
+                    raise KeyboardInterrupt
+
+        try:
+            prepare(PACKED, image_dir=photos, output_dir=cache, on_progress=stop_soon)
+            break
+        except KeyboardInterrupt:
+            stops += 1
+            assert stops < 12
+    assert stops > 2
+    assert_same_cache(cache, undisturbed)
+
+
+def test_what_is_new_is_added_and_what_is_gone_is_dropped(photos, tmp_path):
+    cache = tmp_path / "cache"
+    removed = sorted(photos.rglob("*.jpg"))[0]
+    shutil.move(removed, tmp_path / "aside.jpg")
+    first = prepare(PACKED, image_dir=photos, output_dir=cache)
+    before = {path: path.read_bytes() for path in cache.glob("*x*/*")}
+    shutil.move(tmp_path / "aside.jpg", removed)
+    second = prepare(PACKED, image_dir=photos, output_dir=cache)
+    assert (first.num_encoded, second.num_encoded, second.num_already_done) == (11, 1, 11)
+    assert all(path.read_bytes() == content for path, content in before.items()), "shards are immutable"
+    assert len(TextToImageDataset(cache)) == 12
+    for path in photos.rglob("*"):
+        if path.is_file() and path != removed and path.suffix in (".jpg", ".png", ".webp"):
+            path.unlink()
+    third = prepare(PACKED, image_dir=photos, output_dir=cache)
+    assert (third.num_already_done, third.num_removed) == (1, 11)
+    assert not any(path.exists() for path in before), "shards without samples are swept away"
+    assert verify_cache(cache).exit_status == 0
+
+
+def test_the_same_command_again_changes_nothing(photos, tmp_path, monkeypatch):
+    cache = tmp_path / "cache"
+    prepare(PACKED, image_dir=photos, output_dir=cache)
+    before = {path.name: path.read_bytes() for path in cache.rglob("*") if path.is_file()}
+    prepare(PACKED, image_dir=photos, output_dir=cache)
+    assert {path.name: path.read_bytes() for path in cache.rglob("*") if path.is_file()} == before
+    stopped = tmp_path / "stopped"
+    with monkeypatch.context() as patch:  # between publishing the metadata and sweeping
+        patch.setattr(Workspace, "sweep", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            prepare(PACKED, image_dir=photos, output_dir=stopped)
+    prepare(PACKED, image_dir=photos, output_dir=stopped)
+    assert_same_cache(stopped, cache)
+
+
+def test_overwriting_leaves_the_shards_in_force_alone(photos, tmp_path, monkeypatch):
+    """Even where another batch size makes other bits of the same tasks."""
+    cache = tmp_path / "cache"
+    prepare(PACKED, image_dir=photos, output_dir=cache)
+    encode = TinyProcessor.encode_pixels
+    monkeypatch.setattr(TinyProcessor, "encode_pixels", lambda self, *a: encode(self, *a) * 1.01)
+
+    def stop(progress):
+        if progress.phase == "encode" and progress.done == 12:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        prepare(PACKED, image_dir=photos, output_dir=cache, overwrite=True, on_progress=stop)
+    dataset = TextToImageDataset(cache)
+    [dataset[i] for i in range(12)]
+    prepare(PACKED, image_dir=photos, output_dir=cache, overwrite=True)
+    assert verify_cache(cache).exit_status == 0
+    assert len(list(cache.glob("*x*/*"))) == len(
+        {place for i in range(12) for place in dataset.samples.files(i)}
+    )
+
+
+def test_verify_encodes_damaged_rows_again(photos, tmp_path):
+    cache = tmp_path / "cache"
+    prepare(PACKED, image_dir=photos, output_dir=cache)
+    path = shards_of(cache, "latents")[0]
+    spoil(path, -3)
+    result = prepare(PACKED, image_dir=photos, output_dir=cache, verify=True)
+    assert 1 <= result.num_encoded < 12
+    assert verify_cache(cache).exit_status == 0
+    assert len(TextToImageDataset(cache)) == 12
+
+
+# ---- sizes, sharing, trimming ---------------------------------------------------------------
+
+
+def test_shards_are_neither_small_nor_large(tmp_path, monkeypatch):
+    monkeypatch.setattr(writer, "USUAL_SHARD_BYTES", 40_000)
+    monkeypatch.setattr(writer, "LEAST_SHARD_BYTES", 20_000)
+    monkeypatch.setattr("latentry.cache.convert.USUAL_SHARD_BYTES", 1 << 30)
+    cache = make_image_cache(tmp_path / "files", {(256, 256): 60})
+    convert_cache(cache, tmp_path / "packed")
+    sizes = [path.stat().st_size for path in shards_of(tmp_path / "packed", "latents")]
+    assert len(sizes) > 5
+    assert all(20_000 <= size <= 70_000 for size in sizes), sizes
+    assert_same_batches(build_images, cache, tmp_path / "packed", batch_size=7, num_workers=0)
+
+
+def test_rows_and_batches_are_aligned(tmp_path):
+    """By 64 bytes, whatever the sizes in between: some processors copy badly between odd places."""
+    rows = [
+        StoredRow({"tokens": torch.arange(77 + i), "flag": torch.ones(3, dtype=torch.bool), "big": torch.rand(9, 16)})
+        for i in range(5)
+    ]  # fmt: skip
+    write_shard(tmp_path, ["shard.safetensors"], rows)
+    assert [row.place.offset % 64 for row in rows] == [0] * 5
+    assert [layout.name for layout in rows[0].layouts] == ["big", "tokens", "flag"]
+    with safe_open(tmp_path / "shard.safetensors", "pt") as shard:
+        for i, row in enumerate(rows):
+            assert torch.equal(shard.get_tensor(f"{i}.tokens"), torch.arange(77 + i)), row.place
+    memory = BufferPool()
+    for size in (1 << 18, (1 << 18) + 1, 1 << 22):
+        assert memory.empty((size,), torch.uint8).data_ptr() % 64 == 0
+
+
+def test_a_caption_is_stored_once_and_without_its_padding(photos, tmp_path):
+    for path in photos.rglob("*"):
+        if path.suffix in (".json", ".txt", ".jsonl"):
+            path.unlink()
+    for path in photos.rglob("*"):
+        if path.is_file():
+            path.with_suffix(".txt").write_text("all the same")
+    cache = tmp_path / "cache"
+    prepare(PACKED, image_dir=photos, output_dir=cache)
+    dataset = TextToImageDataset(cache)
+    for path in shards_of(cache, "text"):
+        with safe_open(path, framework="pt") as shard:
+            assert {name.split(".")[0] for name in shard.keys()} == {"0"}  # noqa: SIM118 - not a dict
+            assert shard.get_tensor("0.prompt_embeds").shape == (1, 3, 64), "three words"
+    assert dataset[0]["prompt_embeds"].shape == (64, 64)
+    assert dataset[0]["prompt_embeds"][3:].count_nonzero() == 0
+    assert dataset[0]["prompt_embeds"][:3].count_nonzero() > 0
+
+
+TENSORS = st.sampled_from(
+    [torch.float16, torch.bfloat16, torch.float32, torch.int64, torch.uint8, torch.bool, torch.int16]
+)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.lists(
+        st.dictionaries(
+            st.sampled_from("abcd"),
+            st.tuples(TENSORS, st.lists(st.integers(0, 5), max_size=4), st.integers(0, 3)),
+            min_size=1,
+        ),
+        min_size=1,
+        max_size=5,
+    )
+)
+def test_rows_of_any_tensors_come_back(tmp_path, described):
+    rows, expected = [], []
+    for number, tensors in enumerate(described):
+        made = {}
+        for name, (dtype, shape, num_zeros) in tensors.items():
+            value = torch.randint(0, 2, shape, generator=torch.Generator().manual_seed(number)).to(dtype)
+            if value.ndim > 1 and num_zeros:
+                value[..., -num_zeros:, :] = 0
+            made[name] = value
+        rows.append(StoredRow(made))
+        expected.append(made)
+    write_shard(tmp_path, (f"{number}.safetensors" for number in range(1000)), rows)
+    opened = OpenShards(tmp_path)
+    assert rows[0].place is not None
+    with safe_open(tmp_path / rows[0].place.file, framework="pt") as container:
+        for number, (row, tensors) in enumerate(zip(rows, expected, strict=True)):
+            assert row.place is not None
+            opened.check(row.place)
+            rooms = BatchBuffers(1, BufferPool())
+            opened.fill(row.place, row_buffers(0, row.place, set(tensors), rooms))
+            found = rooms.loaded([{}]).together
+            for name, value in tensors.items():
+                assert found[name].dtype == value.dtype
+                assert torch.equal(found[name][0], value)
+                stored = container.get_tensor(f"{number}.{name}")
+                assert torch.equal(stored, value[..., : stored.shape[-2], :] if stored.ndim > 1 else value)
+
+
+# ---- converting -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("output_format", ["pt", "meta", "safetensors"])
+def test_there_and_back_again_gives_the_same_bytes(photos, tmp_path, output_format):
+    files, cache, back = tmp_path / "files", tmp_path / "packed", tmp_path / "back"
+    recipe = Recipe(max_pixels=128 * 128, output_format=output_format)
+    prepare(recipe, image_dir=photos, output_dir=files, shard_size=5)
+    convert_cache(files, cache)
+    assert TextToImageDataset(cache).fingerprint == TextToImageDataset(files).fingerprint
+    convert_cache(cache, back, output_format)
+    assert_same_cache(back, files)
+    again = prepare(recipe, image_dir=photos, output_dir=back, shard_size=5)
+    assert (again.num_encoded, again.num_already_done) == (0, 12), "and it can be gone on with"
+    added = prepare(PACKED, image_dir=photos, output_dir=cache)
+    assert (added.num_encoded, added.num_already_done) == (0, 12)
+
+
+def test_caches_of_the_other_tool_are_packed_as_they_are(nemo_image_cache, nemo_video_cache, tmp_path):
+    for source, build, family in (
+        (nemo_image_cache, build_images, TextToImageDataset),
+        (nemo_video_cache, build_videos, TextToVideoDataset),
+    ):
+        cache, back = tmp_path / f"{source.name}_packed", tmp_path / f"{source.name}_back"
+        convert_cache(source, cache)
+        assert_same_batches(build, source, cache, batch_size=2, num_workers=0)
+        first, second = family(source), family(cache)
+        assert first.get_bucket_info() == second.get_bucket_info()
+        assert first.sorted_bucket_keys == second.sorted_bucket_keys
+        suffix = next(source.glob("*x*/*")).suffix
+        convert_cache(cache, back, suffix.lstrip("."))
+        for path in source.glob("*x*/*"):
+            before, after = (
+                torch.load(p, weights_only=True) for p in (path, back / path.relative_to(source))
+            )
+            assert list(before) == list(after)
+            for key, value in before.items():
+                assert type(value) is type(after[key]), key
+                same = (
+                    torch.equal(value, after[key]) if isinstance(value, torch.Tensor) else value == after[key]
+                )
+                assert same, key
+
+
+def test_a_stopped_conversion_goes_on(tmp_path, monkeypatch):
+    source = make_image_cache(tmp_path / "files", {(256, 256): 11, (320, 192): 7}, shard_size=5)
+    monkeypatch.setattr("latentry.cache.convert.USUAL_SHARD_BYTES", 3 * 8192)
+    convert_cache(source, tmp_path / "undisturbed")
+    stops = 0
+    while True:
+        seen = []
+
+        def stop(done, total, seen=seen, already=stops):
+            seen.append(done)
+            if len(seen) > already + 1:
+                raise KeyboardInterrupt
+
+        try:
+            convert_cache(source, tmp_path / "packed", on_progress=stop)
+            break
+        except KeyboardInterrupt:
+            stops += 1
+            assert stops < 10
+            with pytest.raises(CacheNotFoundError):
+                TextToImageDataset(tmp_path / "packed")
+    assert stops > 2
+    assert_same_cache(tmp_path / "packed", tmp_path / "undisturbed")
+
+
+def test_clips_there_and_back_again(tmp_path):
+    clips = tmp_path / "clips"
+    clips.mkdir()
+    make_counter_clip(clips / "a.mp4", 20, size=(96, 64))
+    make_counter_clip(clips / "b.mp4", 20, size=(64, 96))
+    for mode in ("video", "frames"):
+        recipe = Recipe(max_pixels=64 * 64, output_format="meta", video=VideoOptions(mode=mode, num_frames=3))
+        prepare(recipe, video_dir=clips, output_dir=tmp_path / mode)
+        convert_cache(tmp_path / mode, tmp_path / f"{mode}_packed")
+        assert verify_cache(tmp_path / f"{mode}_packed").exit_status == 0
+        assert_same_batches(build_videos, tmp_path / mode, tmp_path / f"{mode}_packed", num_workers=0)
+        convert_cache(tmp_path / f"{mode}_packed", tmp_path / f"{mode}_back", "meta")
+        assert_same_cache(tmp_path / f"{mode}_back", tmp_path / mode)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "says"),
+    [
+        ("extra", [(1, 2)], r"extra is \[\(1, 2\)\], which packed cannot hold"),
+        ("extra", {"a": 1}, "which packed cannot hold"),
+        ("extra", float("nan"), "extra is nan"),
+        ("extra", torch.zeros(2, dtype=torch.complex64), "a tensor of torch.complex64"),
+        ("extra", torch.eye(2).to_sparse(), "sparse"),
+        (3, 4, "a key that is no text"),
+        ("latent", "none", "has neither latent nor video_latents"),
+    ],
+)
+def test_what_would_be_lost_is_refused(tmp_path, key, value, says):
+    source = make_image_cache(tmp_path / "files", {(256, 256): 2})
+    path = next(source.glob("*x*/*"))
+    torch.save({**torch.load(path, weights_only=True), key: value}, path)
+    with pytest.raises(CacheFileError, match=says):
+        convert_cache(source, tmp_path / "packed")
+
+
+def test_kinds_of_numbers_survive(tmp_path):
+    source = make_image_cache(tmp_path / "files", {(256, 256): 1})
+    path = next(source.glob("*x*/*"))
+    odd = {
+        "aspect_ratio": 1,
+        "bucket_id": True,
+        "more": [1, "x", None],
+        "fp8": torch.ones(2).to(torch.float8_e5m2),
+    }
+    torch.save({**torch.load(path, weights_only=True), **odd}, path)
+    convert_cache(source, tmp_path / "packed")
+    convert_cache(tmp_path / "packed", tmp_path / "back", "pt")
+    back = torch.load(tmp_path / "back" / path.relative_to(source), weights_only=True)
+    for name, value in odd.items():
+        assert type(back[name]) is type(value), name
+        assert (back[name] == value) if name != "fp8" else torch.equal(back[name].float(), value.float())
+
+
+def test_two_samples_never_become_one_file(tmp_path):
+    source = make_image_cache(tmp_path / "files", {(256, 256): 2})
+    rows = json.loads((source / "metadata_shard_0000.json").read_text())
+    first, second = (Path(row["cache_file"]) for row in rows)
+    second.rename(first.with_suffix(".meta"))
+    rows[1]["cache_file"] = str(first.with_suffix(".meta"))
+    (source / "metadata_shard_0000.json").write_text(json.dumps(rows))
+    with pytest.raises(ConfigError, match="would be the file of two samples"):
+        convert_cache(source, tmp_path / "pt", "pt")
+    convert_cache(source, tmp_path / "packed")
+    assert [TextToImageDataset(tmp_path / "packed")[i]["prompt"] for i in (0, 1)] == ["sample 0", "sample 1"]
+
+
+def test_a_committed_shard_that_is_gone_is_written_again(tmp_path, monkeypatch):
+    source = make_image_cache(tmp_path / "files", {(256, 256): 6})
+    monkeypatch.setattr("latentry.cache.convert.USUAL_SHARD_BYTES", 2 * 8192)
+
+    def stop(done, total):
+        if done > 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        convert_cache(source, tmp_path / "packed", on_progress=stop)
+    with pytest.raises(RunError, match="is being converted to; finish that first"):
+        prepare(PACKED, image_dir=EXAMPLES, output_dir=tmp_path / "packed")
+    shards_of(tmp_path / "packed", "latents")[0].unlink()
+    convert_cache(source, tmp_path / "packed")
+    assert verify_cache(tmp_path / "packed").exit_status == 0
+
+
+def test_what_cannot_be_converted_is_said(tmp_path):
+    source = make_image_cache(tmp_path / "files", {(256, 256): 3})
+    with pytest.raises(ConfigError, match="unknown output_format 'zip'; choose one of meta"):
+        convert_cache(source, tmp_path / "x", "zip")
+    with pytest.raises(ConfigError, match="is the cache itself"):
+        convert_cache(source, source)
+    with pytest.raises(CacheNotFoundError, match="there is no folder"):
+        convert_cache(tmp_path / "nothing", tmp_path / "x")
+    convert_cache(source, tmp_path / "packed")
+    with pytest.raises(RunError, match="holds a finished cache already"):
+        convert_cache(source, tmp_path / "packed")
+    next(source.glob("*x*/*")).write_bytes(b"broken")
+    with pytest.raises(CacheFileError, match="damaged"):
+        convert_cache(source, tmp_path / "x")
+
+
+def test_the_command(tmp_path, capsys):
+    source = make_video_cache(tmp_path / "files", {(832, 480, 9): 2})
+    assert main(["convert", str(source), "--output-dir", str(tmp_path / "packed"), "--quiet"]) == 0
+    assert capsys.readouterr().out == ""
+    assert (
+        main(
+            [
+                "convert",
+                str(tmp_path / "packed"),
+                "--output_dir",
+                str(tmp_path / "b"),
+                "--output_format",
+                "pt",
+            ]
+        )
+        == 0
+    )
+    assert "2 samples in" in capsys.readouterr().out
+    assert main(["convert", str(source), "--output_dir", str(source)]) == 1
+    assert (
+        capsys.readouterr().err == f"latentry: {source} is the cache itself; convert it into another folder\n"
+    )
+    with pytest.raises(SystemExit):
+        main(["convert", str(source)])
+    assert "--output_dir" in capsys.readouterr().err
+
+
+# ---- serving --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_workers", [0, 3])
+def test_the_order_and_the_batches_are_the_same(both, num_workers):
+    assert_same_batches(build_images, *both, batch_size=4, num_workers=num_workers)
+    assert_same_batches(build_images, *both, batch_size=4, num_workers=num_workers, train_text_encoder=True)
+
+
+def test_a_state_of_one_form_is_refused_by_the_other(both):
+    """Rows stand in another order: where the samples are the same, their numbers are not."""
+    loader, _ = build_images(cache_dir=both[0], batch_size=3, num_workers=0)
+    next(iter(loader))
+    other, _ = build_images(cache_dir=both[1], batch_size=3, num_workers=0)
+    with pytest.raises(StateError, match="can only go on with the dataset it came from"):
+        other.load_state_dict(loader.state_dict())
+
+
+def test_packed_loaders_resume(both):
+    for workers in (0, 2):
+        assert_resumes(lambda w=workers: build_images(cache_dir=both[1], batch_size=3, num_workers=w)[0], 3)
+
+
+def test_a_batch_is_read_into_place_and_not_copied(both):
+    loader, _ = build_images(cache_dir=both[1], batch_size=4, num_workers=0)
+    dataset = loader.dataset
+    items = dataset.__getitems__([0, 1, 2, 3])
+    batch = loader.collate_fn(items)
+    assert batch["image_latents"].data_ptr() == items[0]["latent"].data_ptr()
+    assert batch["text_embeddings"].data_ptr() == items[0]["prompt_embeds"].data_ptr()
+    mixed = loader.collate_fn([items[2], items[0]])
+    assert torch.equal(mixed["image_latents"], torch.stack([items[2]["latent"], items[0]["latent"]]))
+
+
+@pytest.mark.parametrize("form", [0, 1])
+def test_batches_that_several_threads_read_are_the_same(both, form, tmp_path, monkeypatch):
+    cache = Path(shutil.copytree(both[form], tmp_path / "cache"))
+    rows = list(range(0, 29, 3))
+    alone = TextToImageDataset(cache).__getitems__(rows)
+    monkeypatch.setattr("latentry.cache.read.read_threads._WORTHWHILE_BYTES", 0)
+    dataset = TextToImageDataset(cache)
+    dataset.reads = ReadThreads(4)
+    together = dataset.__getitems__(rows)
+    assert any(thread.name.startswith("latentry-read") for thread in threading.enumerate())
+    for mine, reference in zip(together, alone, strict=True):
+        assert mine.keys() == reference.keys()
+        for key, value in reference.items():
+            assert torch.equal(mine[key], value) if isinstance(value, torch.Tensor) else mine[key] == value
+    path = cache / dataset.samples.file(rows[4])
+    os.truncate(path, path.stat().st_size * 9 // 10)
+    fresh = TextToImageDataset(cache)
+    with pytest.raises(CacheFileError, match=re.escape(path.name)):
+        fresh.__getitems__([*rows, *range(29)])
+
+
+def test_some_rows_of_a_packed_cache(both):
+    class Odd(TextToImageDataset):
+        def _group_by_bucket(self):
+            if len(self.metadata) == 29:
+                self.metadata = [row for row in self.metadata if int(row["prompt"].split()[1]) % 2]
+            super()._group_by_bucket()
+
+    dataset = Odd(both[1])
+    assert len(dataset) == 14
+    assert sorted(int(dataset[i]["prompt"].split()[1]) for i in range(14)) == list(range(1, 29, 2))
+    assert dataset.__getitems__([3])[0]["prompt"] == dataset[3]["prompt"]
+
+
+def test_some_rows_are_told_apart_and_cross_processes(both):
+    datasets = []
+    for part in (slice(0, 5), slice(5, 10)):
+        dataset = TextToImageDataset(both[1])
+        dataset.metadata = dataset.metadata[part]
+        dataset._group_by_bucket()
+        datasets.append(dataset)
+    assert datasets[0].fingerprint != datasets[1].fingerprint
+    copy = pickle.loads(pickle.dumps(datasets[1]))
+    assert (len(copy), copy.fingerprint) == (5, datasets[1].fingerprint)
+    assert_same_items(copy[3], datasets[1][3])
+    assert copy.get_bucket_info() == datasets[1].get_bucket_info()
+    with pytest.raises(ConfigError, match="lack packed_row"):
+        datasets[0].metadata = [{"bucket_resolution": [256, 256]}]
+
+
+def test_what_is_kept_of_items_is_not_the_batchs(both):
+    class InMemory(TextToImageDataset):
+        def __getitem__(self, idx):
+            self.kept = getattr(self, "kept", {})
+            return self.kept.setdefault(idx, super().__getitem__(idx))
+
+    dataset = InMemory(both[1])
+    batch = collate_fn_text_to_image(dataset.__getitems__([0]))
+    batch["image_latents"].zero_()
+    assert dataset[0]["latent"].count_nonzero() > 0
+
+
+def test_a_dataset_of_ones_own_is_served_by_threads_too(both):
+    class Own(BaseMultiresolutionDataset):
+        def __getitem__(self, idx):
+            return {"row": idx}
+
+    dataset = Own(both[1])
+    sampler = SequentialBucketSampler(dataset, base_batch_size=4)
+    loader, _ = build_images(cache_dir=both[1], num_workers=2)
+    config = LoaderConfig(
+        batch_size=4, dp_rank=0, dp_world_size=1, base_resolution=(256, 256), drop_last=True, shuffle=True,
+        dynamic_batch_size=False, num_workers=2, pin_memory=False, prefetch_factor=2, seed=0, device=None,
+        bucket_order="sequential",
+    )  # fmt: skip
+    loader = LatentDataLoader(
+        dataset, sampler, lambda items: {"rows": [item["row"] for item in items]}, config
+    )
+    assert sum(len(batch["rows"]) for batch in loader) == 24
+
+
+@pytest.mark.parametrize("packed_form", [False, True])
+def test_plain_fields_that_are_tensors(tmp_path, packed_form):
+    cache = make_image_cache(tmp_path / "files", {(256, 256): 3})
+    for path in cache.glob("*x*/*"):
+        data = torch.load(path, weights_only=True)
+        data |= {"original_resolution": torch.tensor([7, 8]), "aspect_ratio": torch.tensor(2.5)}
+        torch.save(data, path)
+    if packed_form:
+        convert_cache(cache, tmp_path / "packed")
+        cache = tmp_path / "packed"
+    loader, _ = build_images(cache_dir=cache, batch_size=3, num_workers=0)
+    (batch,) = loader
+    assert batch["metadata"]["original_resolution"].tolist() == [[7, 8]] * 3
+    assert [float(ratio) for ratio in batch["metadata"]["aspect_ratios"]] == [2.5] * 3
+
+
+# ---- damage ---------------------------------------------------------------------------------
+
+
+def spoil(path: Path, position: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[position] ^= 0xFF
+    path.write_bytes(content)
+
+
+def test_bad_checksums_name_the_shard_and_the_row(both):
+    dataset = TextToImageDataset(both[1])
+    place = dataset.index.place(5, "text")
+    path = both[1] / place.file
+    spoil(path, place.offset + 3)
+    dataset[4]
+    with pytest.raises(CacheFileError) as error:
+        dataset[5]
+    assert f"{path}, row {place.row}: its bytes are not those that were written" in str(error.value)
+    with pytest.raises(CacheFileError, match=f"row {place.row}: its bytes"):
+        dataset.__getitems__([4, 5])
+    result = verify_cache(both[1])
+    assert [problem.what for problem in result.problems] != []
+    assert result.exit_status == 2
+
+
+def test_shards_that_are_cut_or_gone(both):
+    dataset = TextToImageDataset(both[1])
+    place = dataset.index.place(12, "latents")
+    path = both[1] / place.file
+    path.write_bytes(path.read_bytes()[: place.offset + 10])
+    with pytest.raises(CacheFileError, match=f"row {place.row}: the file ends before the row does"):
+        dataset[12]
+    path.unlink()
+    with pytest.raises(CacheNotFoundError, match="is absent, but the cache's index lists it"):
+        TextToImageDataset(both[1])[12]
+
+
+def test_no_place_leads_out_of_the_cache(both, tmp_path):
+    secret = shutil.copy(shards_of(both[1], "latents")[0], tmp_path / "secret.safetensors")
+    path = shards_of(both[1], "latents")[0]
+    path.unlink()
+    path.symlink_to(secret)
+    dataset = TextToImageDataset(both[1])
+    with pytest.raises(CacheError, match="leads outside"):
+        [dataset[i] for i in range(len(dataset))]
+
+
+@pytest.mark.slow
+def test_a_damaged_index_is_an_error_and_never_a_crash(both):
+    path = both[1] / "index.arrow"
+    content = path.read_bytes()
+    rng = random.Random(0)
+    outcomes = {"read": 0, "refused": 0}
+    for _ in range(400):
+        damaged = bytearray(content)
+        for _ in range(rng.choice([1, 1, 4])):
+            damaged[rng.randrange(len(damaged))] = rng.randrange(256)
+        if rng.random() < 0.1:
+            damaged = damaged[: rng.randrange(len(damaged))]
+        path.write_bytes(damaged)
+        try:
+            dataset = TextToImageDataset(both[1])
+            for i in range(len(dataset)):
+                dataset[i]
+                dataset.metadata[i]
+            outcomes["read"] += 1
+        except CacheError:
+            outcomes["refused"] += 1
+    assert min(outcomes.values()) > 20, outcomes
+
+
+def test_metadata_that_does_not_fit_the_index(both):
+    path = both[1] / "metadata.json"
+    metadata = json.loads(path.read_text())
+    for change, says in (
+        ({"version": 3}, "of version 3, not 2"),
+        ({"index": "../index.arrow"}, "leads outside"),
+        ({"index": "gone.arrow"}, "is absent"),
+        ({"parts": ["latents"]}, "is not the index that metadata.json describes"),
+        ({"layouts": [[["latent", "F9", [1], None]]]}, "is damaged"),
+        ({"layouts": [[["latent", "F16", [1 << 40], None]]]}, "is damaged"),
+        ({"layouts": [[["latent", "F16", [-1, 2], None]]]}, "is damaged"),
+        ({"layouts": [[["latent", "F16", [1, 3, 2], 9]]]}, "is damaged"),
+        ({"parts": ["text"]}, "is damaged"),
+        ({"parts": ["latents", "other"]}, "is damaged"),
+        ({"block_rows": 0}, "is damaged"),
+        ({"buckets": "none"}, "is damaged"),
+    ):
+        path.write_text(json.dumps({**metadata, "packed": {**metadata["packed"], **change}}))
+        with pytest.raises(CacheError, match=says):
+            TextToImageDataset(both[1])
+    path.write_text(json.dumps({**metadata, "total_items": 30}))
+    with pytest.raises(MetadataError, match="promises 30 items"):
+        TextToImageDataset(both[1])
+
+
+def test_many_blocks(both, tmp_path, monkeypatch):
+    monkeypatch.setattr(packed, "BLOCK_ROWS", 4)
+    convert_cache(both[0], tmp_path / "blocks")
+    monkeypatch.setattr(packed, "_BLOCKS_KEPT", 2)
+    assert_same_batches(build_images, both[0], tmp_path / "blocks", batch_size=4, num_workers=0)
+
+
+@pytest.mark.parametrize("name", ["x.pt", "x.safetensors"])
+def test_outlines_are_what_the_libraries_load(tmp_path, name):
+    data = {
+        "latent": torch.randn(3, 4).half(), "mask": torch.ones(2, dtype=torch.bool), "prompt": "a cät" * 50, "none": None,
+        "size": (1, 2), "list": [1, -70000, 2**40], "ratio": 0.5, "yes": True, "empty": torch.empty(0, 3),
+    }  # fmt: skip
+    path = tmp_path / name
+    path.write_bytes(b"".join(writer.cache_file_parts(data, path.suffix[1:])))
+    with open(path, "rb") as file:
+        found = read_contents(file.fileno(), path.suffix)
+        assert found is not None
+        for key, value in data.items():
+            if isinstance(value, torch.Tensor):
+                content = os.pread(file.fileno(), found[key].num_bytes, found[key].offset)
+                assert (found[key].dtype, found[key].shape) == (value.dtype, tuple(value.shape))
+                assert content == value.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+            else:
+                assert found[key] == (
+                    list(value) if path.suffix == ".safetensors" and key == "size" else value
+                )
+
+
+class _Calls:
+    def __init__(self, what):
+        self.what = what
+
+    def __reduce__(self):
+        return self.what
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {"x": _Calls((os.system, ("true",)))},
+        {"x": os.system},
+        {"x": torch._neg_view(torch.randn(3))},
+        {"x": torch.arange(6.0).view(2, 3).T},
+        {"x": torch.eye(2).to_sparse()},
+        {"x": {"nested": torch.ones(2)}},
+        {"x": [[1]]},
+        {3: 4},
+        [torch.ones(1)],
+    ],
+)
+def test_outlines_leave_everything_odd_to_torch(tmp_path, odd):
+    torch.save(odd, tmp_path / "x.pt")
+    with open(tmp_path / "x.pt", "rb") as file:
+        assert read_contents(file.fileno(), ".pt") is None
+
+
+def test_what_torch_or_safetensors_refuse_has_no_outline(tmp_path):
+    path = tmp_path / "x.pt"
+    torch.save({"x": torch.zeros(300)}, path)
+    count, wrong = (b"M" + number.to_bytes(2, "little") + b"t" for number in (300, 301))
+    content = path.read_bytes()
+    assert content.count(count) == 1
+    path.write_bytes(content.replace(count, wrong))
+    with open(path, "rb") as file:
+        assert read_contents(file.fileno(), ".pt") is None
+    path = tmp_path / "x.safetensors"
+    whole = b"".join(writer.cache_file_parts({"x": torch.zeros(3)}, "safetensors"))
+    for content, known in ((whole, True), (whole + b"more", False), (whole[:-1], False)):
+        path.write_bytes(content)
+        with open(path, "rb") as file:
+            assert (read_contents(file.fileno(), ".safetensors") is not None) is known
+
+
+def test_damaged_files_have_no_outline_or_a_harmless_one(tmp_path):
+    cache = make_image_cache(tmp_path / "files", {(64, 64): 1})
+    path = next(cache.glob("*x*/*"))
+    content = path.read_bytes()
+    rng = random.Random(1)
+    for _ in range(1500):
+        damaged = bytearray(content)
+        for _ in range(rng.choice([1, 3])):
+            damaged[rng.randrange(len(damaged))] = rng.randrange(256)
+        path.write_bytes(damaged)
+        with open(path, "rb") as file:
+            found = read_contents(file.fileno(), ".pt")
+        for value in (found or {}).values():
+            assert not isinstance(value, TensorLocation) or value.offset + value.num_bytes <= len(content)
+
+
+def test_pipes_and_folders_are_not_waited_for(both):
+    files, cache = both
+    target = TextToImageDataset(files).index.relative_file(0)
+    (files / target).unlink()
+    os.mkfifo(files / target)
+    with pytest.raises(CacheFileError, match="is not a regular file"):
+        TextToImageDataset(files).__getitems__([0])
+    path = shards_of(cache, "latents")[0]
+    path.unlink()
+    path.mkdir()
+    dataset = TextToImageDataset(cache)
+    with pytest.raises(CacheFileError, match="is not a regular file"):
+        [dataset[i] for i in range(len(dataset))]
+
+
+def test_an_unknown_kind_of_tensor_is_refused():
+    with pytest.raises(TypeError, match="complex64"):
+        StoredRow({"x": torch.zeros(2, dtype=torch.complex64)})
+    assert shards.checksum([b"ab", b"c"]) == shards.checksum([b"abc"])
+
+
+# ---- memory and files -----------------------------------------------------------------------
+
+
+def test_batch_memory_is_used_again_but_never_while_held():
+    memory = BufferPool()
+    first = memory.empty((8, 100_000), torch.float32)
+    address = first.data_ptr()
+    part = first[3]
+    del first
+    second = memory.empty((8, 100_000), torch.float32)
+    assert second.data_ptr() != address, "a view still holds it"
+    del part
+    assert memory.empty((4, 200_000), torch.int32).data_ptr() == address
+    assert memory.empty((2, 3), torch.bfloat16).shape == (2, 3)
+    assert memory.empty((0, 3), torch.bfloat16).numel() == 0
+
+
+def test_batch_memory_is_for_threads():
+    memory = BufferPool()
+    problems = []
+
+    def work(number: int) -> None:
+        for _ in range(200):
+            mine = memory.empty((100_000,), torch.int32).fill_(number)
+            if not (mine == number).all():
+                problems.append(number)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not problems
+
+
+def test_files_are_those_that_torch_saves(tmp_path):
+    batch = torch.randn(3, 1, 40, 50).bfloat16()
+    data = {
+        "latent": torch.randn(4, 8, 8).half(),
+        "prompt_embeds": batch[1],
+        "tokens": torch.arange(7)[None],
+        "empty": torch.empty(0, 3),
+        "mask": torch.ones(1, 5, dtype=torch.bool),
+        "turned": torch.arange(12).view(3, 4).T,
+        "number": torch.tensor(3.5),
+        "size": (1, 2),
+        "prompt": "a cät",
+        "nothing": None,
+    }
+    content = b"".join(torch_file_parts(data))
+    path = tmp_path / "x.pt"
+    path.write_bytes(content)
+    for mapped in (False, True):
+        loaded = torch.load(path, weights_only=True, mmap=mapped)
+        assert list(loaded) == list(data)
+        for key, value in data.items():
+            same = (
+                torch.equal(loaded[key], value) if isinstance(value, torch.Tensor) else loaded[key] == value
+            )
+            assert same, key
+    assert zipfile.ZipFile(path).testzip() is None, "its checksums are right"
+    plain = io.BytesIO()
+    own = {
+        k: v.clone(memory_format=torch.contiguous_format) if isinstance(v, torch.Tensor) else v
+        for k, v in data.items()
+    }
+    torch.save(own, plain)
+    expected = plain.getvalue()
+    assert len(content) == len(expected)
+    differing = [i for i, (a, b) in enumerate(zip(content, expected, strict=True)) if a != b]
+    assert len(differing) <= 28, "torch's own name for the content, and its checksum twice"
+    assert all(i > len(expected) - 2000 for i in differing)

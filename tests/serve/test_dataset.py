@@ -1,0 +1,147 @@
+from __future__ import annotations
+
+import pickle
+
+import pytest
+import torch
+
+from latentry.errors import CacheFileError
+from latentry.serve.dataset import BaseMultiresolutionDataset, TextToImageDataset, TextToVideoDataset
+from latentry.testing import make_video_cache
+
+
+def test_an_image_cache_of_another_tool_opens_where_it_was_moved_to(nemo_image_cache):
+    dataset = TextToImageDataset(str(nemo_image_cache))
+    assert len(dataset) == 6
+    assert dataset.sorted_bucket_keys == [
+        ("wide", (256, 192)),
+        ("tall", (192, 256)),
+        ("wide", (320, 192)),
+        ("tall", (192, 320)),
+        ("square", (256, 256)),
+    ]
+    assert dataset.bucket_groups["square", (256, 256)]["indices"].tolist() == [2, 3]
+    assert dataset.get_bucket_info()["buckets"]["square/256x256"] == 2
+    item = dataset[1]
+    file = nemo_image_cache / "192x256" / "97f6996d27025e53675f85d64d7cd88e.pt"
+    stored = torch.load(file, weights_only=True)
+    assert torch.equal(item["latent"], stored["latent"])
+    assert torch.equal(item["prompt_embeds"], stored["prompt_embeds"][0])
+    assert item["pooled_prompt_embeds"].shape == (12,)
+    assert item["clip_hidden"].shape == (77, 12)
+    assert item["crop_resolution"].tolist() == [192, 256]
+    assert item["original_resolution"].tolist() == [480, 640]
+    assert item["prompt"] == "a test pattern number 1"
+    assert item["image_path"] == "/data/photos/photo_01.jpg"
+    assert (item["bucket_id"], item["aspect_ratio"]) == (1, 0.75)
+    assert item["cache_file"] == str(file)
+
+
+def test_tokens_instead_of_embeddings(nemo_image_cache):
+    item = TextToImageDataset(nemo_image_cache, train_text_encoder=True)[0]
+    assert item["clip_tokens"].shape == (77,)
+    assert item["t5_tokens"].shape == (512,)
+    assert "prompt_embeds" not in item
+
+
+def test_a_video_cache_of_another_tool_opens_where_it_was_moved_to(nemo_video_cache):
+    dataset = TextToVideoDataset(nemo_video_cache)
+    assert dataset.sorted_bucket_keys == [("wide", (160, 96)), ("tall", (96, 160)), ("square", (128, 128))]
+    item = dataset[0]
+    assert item["video_latents"].shape == (1, 16, 3, 12, 20)
+    assert item["text_embeddings"].shape == (1, 226, 8)
+    assert item["bucket_resolution"].tolist() == [160, 96]
+
+
+def test_rows_are_there_to_look_at(nemo_image_cache):
+    rows = TextToImageDataset(nemo_image_cache).metadata
+    assert len(rows) == 6
+    assert [row["prompt"] for row in rows][2:5] == [row["prompt"] for row in rows[2:5]]
+    assert rows[-1]["image_path"] == "/data/photos/photo_05.jpg"
+    assert rows[4]["cache_file"] == str(nemo_image_cache / "320x192" / "1f120170be85ec04e15b1874234f7a81.pt")
+    with pytest.raises(IndexError):
+        rows[6]
+
+
+def test_clips_of_different_lengths_are_different_buckets(tmp_path):
+    cache = make_video_cache(tmp_path, {(128, 64, 9): 3, (128, 64, 17): 2, (64, 64, 9): 1})
+    dataset = TextToVideoDataset(cache)
+    assert dataset.sorted_bucket_keys == [
+        ("square", (64, 64), 9),
+        ("wide", (128, 64), 9),
+        ("wide", (128, 64), 17),
+    ]
+    assert dataset.get_bucket_info()["buckets"]["wide/128x64/17"] == 2
+    for key, group in dataset.bucket_groups.items():
+        assert {dataset[i]["video_latents"].shape[2] for i in group["indices"]} == {(key[2] - 1) // 4 + 1}
+
+
+def test_the_fingerprint_is_of_the_samples_not_of_the_place(nemo_image_cache, tmp_path):
+    here = TextToImageDataset(nemo_image_cache).fingerprint
+    there = nemo_image_cache.rename(tmp_path / "there")
+    assert TextToImageDataset(there).fingerprint == here
+    shard = there / "metadata_shard_0001.json"
+    shard.write_text(shard.read_text().replace("1f120170", "1f120171"))
+    assert TextToImageDataset(there).fingerprint != here
+
+
+def test_a_dataset_survives_pickling_without_carrying_its_rows(image_cache):
+    dataset = TextToImageDataset(image_cache)
+    pickled = pickle.dumps(dataset)
+    assert len(pickled) < 2000
+    copy = pickle.loads(pickled)
+    assert copy.fingerprint == dataset.fingerprint
+    assert copy[5]["prompt"] == dataset[5]["prompt"]
+
+
+def test_a_mismatched_model_type_is_said(nemo_video_cache, caplog):
+    TextToVideoDataset(nemo_video_cache, model_type="hunyuan")
+    assert "was made for 'wan', but model_type is 'hunyuan'" in caplog.text
+
+
+def test_own_datasets_are_a_few_lines(nemo_image_cache):
+    class Prompts(BaseMultiresolutionDataset):
+        def __getitem__(self, idx):
+            return {"prompt": self.metadata[idx]["prompt"]}
+
+    dataset = Prompts(str(nemo_image_cache), quantization=64)
+    assert [dataset[i]["prompt"] for i in range(2)] == ["a test pattern number 0", "a test pattern number 1"]
+    assert dataset.calculator.quantization == 64
+
+
+def test_a_subclass_may_keep_some_rows_only(nemo_image_cache):
+    class Squares(TextToImageDataset):
+        def __init__(self, cache_dir):
+            super().__init__(cache_dir)
+            self.metadata = [row for row in self.metadata if row["bucket_id"] == 2]
+            self._group_by_bucket()
+
+    dataset = Squares(nemo_image_cache)
+    assert len(dataset) == len(dataset.metadata) == 2
+    assert dataset.sorted_bucket_keys == [("square", (256, 256))]
+    assert [dataset[i]["prompt"] for i in range(2)] == ["photo 02", "a test pattern number 3"]
+    assert dataset.fingerprint != TextToImageDataset(nemo_image_cache).fingerprint
+
+
+def test_optional_video_fields_are_checked(tmp_path):
+    cache = make_video_cache(tmp_path, {(128, 64, 9): 1})
+    (file,) = cache.glob("128x64/*.meta")
+    data = torch.load(file, weights_only=True)
+    torch.save({**data, "text_mask": torch.ones(7), "image_embeds": torch.ones(5, 3)}, file)
+    item = TextToVideoDataset(cache)[0]
+    assert item["text_mask"].shape == (1, 7)
+    assert item["image_embeds"].shape == (1, 5, 3)
+    for change, says in (
+        ({"text_mask": [1, 2]}, "text_mask is a list"),
+        ({"video_latents": torch.zeros(1, 4, 50, 8, 16)}, "50 frames.*num_frames 9"),
+    ):
+        torch.save({**data, **change}, file)
+        with pytest.raises(CacheFileError, match=says):
+            TextToVideoDataset(cache)[0]
+
+
+def test_positions_outside_are_index_errors(image_cache):
+    dataset = TextToImageDataset(image_cache)
+    with pytest.raises(IndexError):
+        dataset[len(dataset)]
+    assert dataset[-1]["prompt"] == dataset[len(dataset) - 1]["prompt"]

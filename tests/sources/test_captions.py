@@ -1,0 +1,137 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from latentry.errors import ConfigError
+from latentry.sources.captions import CaptionFinder
+from latentry.types import Caption
+
+
+@pytest.fixture
+def folder(tmp_path):
+    def write(name, content):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if name.endswith(".jsonl"):
+            content = "\n".join(line if isinstance(line, str) else json.dumps(line) for line in content)
+        elif not isinstance(content, str):
+            content = json.dumps(content)
+        path.write_text(content, encoding="utf-8")
+
+    write.root = tmp_path
+    return write
+
+
+def find(folder, name, **options):
+    finder = CaptionFinder(folder.root, **options)
+    return finder.find(name), finder
+
+
+def test_auto_takes_the_first_that_has_one(folder):
+    folder("list.jsonl", [{"file_name": "a.jpg", "internvl": "from the list"}])
+    assert find(folder, "a.jpg")[0] == Caption("from the list", "jsonl")
+    folder("a.txt", " from the text file \n")
+    assert find(folder, "a.jpg")[0] == Caption("from the text file", "txt")
+    folder("a.json", {"caption": "from the sidecar"})
+    assert find(folder, "a.jpg")[0] == Caption("from the sidecar", "sidecar")
+    assert find(folder, "red_old_car.jpg")[0] == Caption("red old car", "file name")
+
+
+@pytest.mark.parametrize(
+    ("caption_format", "expected"),
+    [("sidecar", "s"), ("txt", "t"), ("jsonl", "l"), ("meta_json", "m")],
+)
+def test_a_named_format_is_the_only_one_asked(folder, caption_format, expected):
+    folder("a.json", {"caption": "s"})
+    folder("a.txt", "t")
+    folder("list.jsonl", [{"file_name": "a.jpg", "internvl": "l"}])
+    folder("meta.json", [{"file_name": "a.jpg", "caption": "m"}])
+    assert find(folder, "a.jpg", caption_format=caption_format)[0] == Caption(expected, caption_format)
+    assert find(folder, "b.jpg", caption_format=caption_format)[0].source == "file name"
+
+
+def test_the_field_is_the_same_everywhere(folder):
+    folder("a.json", {"caption": "no", "usr": "yes"})
+    folder("list.jsonl", [{"file_name": "b.jpg", "internvl": "no", "usr": "yes"}])
+    for name in ("a.jpg", "b.jpg"):
+        assert find(folder, name, field="usr")[0].text == "yes"
+
+
+def test_captions_belong_to_paths(folder):
+    folder("one/list.jsonl", [{"file_name": "cat.jpg", "internvl": "first cat"}])
+    folder("two/list.jsonl", [{"file_name": "cat.jpg", "internvl": "second cat"}])
+    folder("all.jsonl", [{"file_name": "three/cat.jpg", "internvl": "third cat"}])
+    finder = CaptionFinder(folder.root)
+    texts = [finder.find(f"{name}/cat.jpg").text for name in ("one", "two", "three", "four")]
+    assert texts == ["first cat", "second cat", "third cat", "cat"]
+    assert finder.counts == {"jsonl": 3, "file name": 1}
+
+
+def test_the_shared_file_of_sampled_pictures(folder):
+    rows = [
+        {"file_name": "dog_sample_1.jpg", "internvl": "a dog"},
+        {"file_name": "dog_sample_2.jpg", "usr": "x"},
+    ]
+    folder("dog_internvl.json", "\n".join(map(json.dumps, rows)))
+    assert find(folder, "dog_sample_1.jpg")[0] == Caption("a dog", "jsonl")
+    assert find(folder, "dog_sample_2.jpg")[0].source == "file name"
+    assert find(folder, "dog_other.jpg")[0].source == "file name"
+
+
+@pytest.mark.parametrize(
+    "wrap", [lambda rows: rows, lambda rows: {"items": rows}, lambda rows: {"data": rows}]
+)
+@pytest.mark.parametrize("key", ["file_name", "filename"])
+def test_meta_json_in_its_forms(folder, wrap, key):
+    folder("meta.json", wrap([{key: "sub/a.jpg", "caption": "found"}]))
+    assert find(folder, "sub/a.jpg", caption_format="meta_json")[0].text == "found"
+    assert find(folder, "a.jpg", caption_format="meta_json")[0].source == "file name"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "problem"),
+    [
+        ("a.json", "{broken", "is not valid JSON"),
+        ("a.json", {"text": "x"}, "has no text under 'caption'"),
+        ("a.json", {"caption": 5}, "has no text under 'caption'"),
+        ("a.json", [1, 2], "has no text under 'caption'"),
+        ("a.json", "null", "has no text under 'caption'"),
+        ("a.json", "[" * 100_000, "is not valid JSON"),
+        ("a.json", '{"caption": "\\ud83d"}', "has half a character"),
+        ("a.txt", "  \n", "is empty"),
+        ("list.jsonl", ["{broken", {"file_name": "b.jpg", "internvl": "b"}], "has none of file_name"),
+        ("list.jsonl", [{"file_name": "a.jpg"}], "has no text under 'internvl'"),
+    ],
+)
+def test_unusable_captions_are_noted_and_the_next_is_asked(folder, name, content, problem):
+    folder(name, content)
+    caption, finder = find(folder, "a.jpg")
+    assert caption == Caption("a", "file name")
+    (where, noted), *rest = finder.problems.items()
+    assert not rest
+    assert name in where
+    assert problem in noted
+
+
+def test_odd_characters_inside_a_caption_are_kept(folder):
+    text = "one\u2028two\u0085three"
+    (folder.root / "list.jsonl").write_text(
+        json.dumps({"file_name": "a.jpg", "internvl": text}, ensure_ascii=False), "utf-8"
+    )
+    caption, finder = find(folder, "a.jpg")
+    assert caption.text == text
+    assert not finder.problems
+
+
+def test_text_that_is_not_utf8_is_noted(folder):
+    (folder.root / "a.txt").write_bytes(b"caf\xe9")
+    caption, finder = find(folder, "a.jpg")
+    assert caption.source == "file name"
+    assert "cannot be read" in next(iter(finder.problems.values()))
+
+
+def test_an_unknown_format_is_named(tmp_path):
+    with pytest.raises(ConfigError, match="'csv'; choose one of auto, sidecar, txt, jsonl, meta_json"):
+        CaptionFinder(tmp_path, "csv")
