@@ -12,7 +12,6 @@ import sys
 import time
 from concurrent.futures import Future
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,9 +22,11 @@ import latentry
 from latentry import Recipe, prepare
 from latentry.cache.checks import latent_problem
 from latentry.encode import plan
+from latentry.encode.batch_encoder import QueuedBatch
 from latentry.encode.device import feeding_a_gpu
-from latentry.encode.pipeline import TaskRunner, _is_due
+from latentry.encode.pipeline import _first_is_due
 from latentry.encode.prepare import Progress
+from latentry.encode.read_ahead import ReadAhead, RunningTask
 from latentry.engines import local
 from latentry.errors import ConfigError, MetadataError, RunError
 from latentry.media.reader import ImageReader
@@ -229,7 +230,7 @@ def test_too_many_failures_in_a_row_stop_the_run(photos, tmp_path, monkeypatch):
         ({"image_dir": "missing"}, ConfigError, "missing does not exist"),
         ({"image_dir": "empty"}, ConfigError, "holds no media"),
         ({"image_dir": "file"}, ConfigError, "is a file, not a folder"),
-        ({"output_dir": "file/cache"}, RunError, "cannot be written to"),
+        ({"output_dir": "file/cache"}, RunError, "cannot write to"),
         ({"batch_size": 0}, ConfigError, "batch_size is 0"),
         ({"devices": "gpu"}, ConfigError, "device 'gpu' is none"),
         ({"devices": "cuda:7"}, ConfigError, "no device cuda:7"),
@@ -432,22 +433,22 @@ def test_interrupted_after_each_task_it_goes_on(photos, tmp_path, undisturbed, m
 
 def test_killed_while_finishing_no_row_is_lost(photos, tmp_path, undisturbed, monkeypatch):
     """Until metadata.json is replaced, the earlier cache opens as it was; then, the new one does."""
-    from latentry.cache.write.workspace import Workspace
+    from latentry.cache.write import publishing
 
     cache = tmp_path / "cache"
     prepare(SMALL, image_dir=photos, output_dir=cache, shard_size=5, max_files=7)
     earlier = len(TextToImageDataset(cache))
-    write, interruptions = Workspace._write_text, 0
+    write, interruptions = publishing.write_text, 0
     for allowed in range(20):
 
-        def write_some(self, path, text, budget=[allowed]):  # noqa: B006 - one per pass
+        def write_some(path, text, budget=[allowed]):  # noqa: B006 - one per pass
             if path.parent == cache:
                 budget[0] -= 1
                 if budget[0] < 0:
                     raise KeyboardInterrupt
-            write(self, path, text)
+            write(path, text)
 
-        monkeypatch.setattr(Workspace, "_write_text", write_some)
+        monkeypatch.setattr(publishing, "write_text", write_some)
         try:
             result = prepare(SMALL, image_dir=photos, output_dir=cache, shard_size=5)
             break
@@ -563,7 +564,7 @@ def test_odd_names_links_and_captions(photos, tmp_path):
     assert result.num_encoded == 12 + 5 + 1
     assert {f.name: f.reason.split(":")[0] for f in result.failures} == {
         "bad [small].png": "is not an image, or of an unknown kind",
-        "caf\\udce9.jpg": "its name is not valid UTF-8; rename it",
+        "caf\\udce9.jpg": "has a name that is not valid UTF-8; rename it",
         "dangling.jpg": "is a broken link",
         "pipe.png": "is not a regular file",
     }
@@ -665,7 +666,7 @@ def test_latents_and_texts_of_nan_stop_the_run_after_a_hundred(photos, tmp_path,
     monkeypatch.setattr(TinyProcessor, "encode_texts", one_bad)
     result = prepare(SMALL, image_dir=photos, output_dir=tmp_path / "texts")
     assert {failure.reason for failure in result.failures} == {
-        "its caption's embedding holds NaN or infinite values; try --dtype float32"
+        "has a caption whose embedding contains NaN or infinite values; try --dtype float32"
     }
     assert len(result.failures) == 2
 
@@ -706,7 +707,9 @@ def test_feeding_a_gpu_leaves_python_and_torch_as_they_were():
 
 
 def test_the_end_of_a_task_takes_no_place_in_the_devices_queue():
-    batch, end = SimpleNamespace(samples=[0]), SimpleNamespace(samples=None)
+    nothing = torch.empty(0)
+    end = RunningTask(None, None, None, 1)
+    batch = QueuedBatch(end, [], nothing, nothing, {}, [], [], None)
     for queued, due in (
         ([], False),
         ([batch, batch], False),
@@ -716,15 +719,15 @@ def test_the_end_of_a_task_takes_no_place_in_the_devices_queue():
         ([batch, end, batch], False),
         ([end, batch], True),
     ):
-        assert _is_due(queued, 2) == due, queued
-        assert _is_due(queued, 0) == bool(queued), queued
+        assert _first_is_due(queued, 2) == due, queued
+        assert _first_is_due(queued, 0) == bool(queued), queued
 
 
 def test_few_are_read_ahead_until_the_first_is_there(photos, tmp_path, monkeypatch):
     """Clips that are decoded beside the first make the device wait for it."""
     begun: list[object] = []
     ahead: list[int] = []
-    batches = TaskRunner._batches
+    batches = ReadAhead.batches
 
     class Readers:
         def submit(self, function, *arguments):
@@ -733,12 +736,13 @@ def test_few_are_read_ahead_until_the_first_is_there(photos, tmp_path, monkeypat
             future.set_result(function(*arguments))
             return future
 
-    def watched(self, tasks, readers, writers):
-        for number, batch in enumerate(batches(self, tasks, Readers(), writers)):
+    def watched(self, tasks, on_failure):
+        self._pool = Readers()
+        for number, batch in enumerate(batches(self, tasks, on_failure)):
             ahead.append(len(begun) - number)
             yield batch
 
-    monkeypatch.setattr(TaskRunner, "_batches", watched)
+    monkeypatch.setattr(ReadAhead, "batches", watched)
     monkeypatch.setattr(local, "num_cores", lambda: 4)
     prepare(SMALL, image_dir=photos, output_dir=tmp_path / "cache", batch_size=1)
     assert ahead[0] == 2
@@ -760,7 +764,7 @@ def test_readers_use_one_thread_each_and_the_caller_keeps_its_own():
 
 
 def test_nothing_is_written_after_a_run_has_failed(photos, tmp_path, monkeypatch):
-    from latentry.cache.write import writers as writer
+    from latentry.cache.write import file_writer as writer
 
     parts = writer.cache_file_parts
 
