@@ -717,7 +717,7 @@ def test_metadata_that_does_not_fit_the_index(both):
         ({"parts": ["text"]}, "is damaged"),
         ({"parts": ["latents", "other"]}, "is damaged"),
         ({"block_rows": 0}, "is damaged"),
-        ({"buckets": "none"}, "is damaged"),
+        ({"buckets": "none"}, "Expected `array`.*buckets"),
     ):
         path.write_text(json.dumps({**metadata, "packed": {**metadata["packed"], **change}}))
         with pytest.raises(CacheError, match=says):
