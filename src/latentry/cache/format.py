@@ -231,7 +231,8 @@ def recipe_fingerprint(recipe: Mapping[str, Any]) -> str:
 
 def _to_dict(record: Row | CacheMetadata, keys: tuple[str, ...]) -> Json:
     found = msgspec.to_builtins(record)
-    return {**{key: found[key] for key in keys if key in found}, **record.other}
+    known = {key: found[key] for key in keys if key in found}
+    return {key: list(v) if isinstance(v, tuple) else v for key, v in known.items()} | record.other
 
 
 def _from_dict(data: Json, kind: type[RecordT], keys: tuple[str, ...]) -> RecordT:
