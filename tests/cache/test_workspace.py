@@ -78,9 +78,10 @@ def test_resumed_twice_with_changes_in_between_the_last_encoding_counts(photos, 
     caption = photos / "space" / "astronaut.json"
     for text in ("one", "two", "three"):
         edit_json(caption, lambda content, text=text: content.update(caption=text))
-        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        with monkeypatch.context() as patch:
             patch.setattr(Workspace, "finish", interrupt)
-            prepare(SMALL, image_dir=photos, output_dir=cache)
+            with pytest.raises(KeyboardInterrupt):
+                prepare(SMALL, image_dir=photos, output_dir=cache)
         copied = shutil.copytree(cache, tmp_path / text, copy_function=shutil.copy)
         for path in copied.rglob("*.json"):
             os.utime(path, (1_000_000, 1_000_000))
