@@ -17,6 +17,7 @@ import latentry
 from latentry.cache.convert import convert_cache
 from latentry.cache.read.buffer_pool import BufferPool
 from latentry.cache.read.read_threads import ReadThreads
+from latentry.cache.read.resources import ReadResources
 from latentry.errors import CacheFileError, ConfigError, StateError
 from latentry.serve.collate import collate_fn_text_to_image
 from latentry.serve.dataset import BaseMultiresolutionDataset, TextToImageDataset
@@ -28,17 +29,17 @@ build_images = latentry.build_text_to_image_multiresolution_dataloader
 
 
 @pytest.mark.parametrize("num_workers", [0, 3])
-def test_the_order_and_the_batches_are_the_same(both, num_workers):
+def test_files_and_shards_give_the_same_batches(both, num_workers):
     assert_same_batches(build_images, *both, batch_size=4, num_workers=num_workers)
     assert_same_batches(build_images, *both, batch_size=4, num_workers=num_workers, train_text_encoder=True)
 
 
-def test_a_state_of_one_form_is_refused_by_the_other(both):
-    """Rows stand in another order: where the samples are the same, their numbers are not."""
+def test_state_of_files_is_refused_by_shards(both):
+    """The samples are the same, but their rows are in another order."""
     loader, _ = build_images(cache_dir=both[0], batch_size=3, num_workers=0)
     next(iter(loader))
     other, _ = build_images(cache_dir=both[1], batch_size=3, num_workers=0)
-    with pytest.raises(StateError, match="can only go on with the dataset it came from"):
+    with pytest.raises(StateError, match="can only be loaded with the dataset it was saved with"):
         other.load_state_dict(loader.state_dict())
 
 
@@ -47,26 +48,27 @@ def test_packed_loaders_resume(both):
         assert_resumes(lambda w=workers: build_images(cache_dir=both[1], batch_size=3, num_workers=w)[0], 3)
 
 
-def test_a_batch_is_read_into_place_and_not_copied(both):
+def test_collating_columns_copies_nothing(both):
     loader, _ = build_images(cache_dir=both[1], batch_size=4, num_workers=0)
     dataset = loader.dataset
+    columns = dataset.read_batch([0, 1, 2, 3])
+    batch = dataset.collate(columns)
+    assert batch["image_latents"].data_ptr() == columns.tensors["latent"].data_ptr()
+    assert batch["text_embeddings"].data_ptr() == columns.tensors["prompt_embeds"].data_ptr()
     items = dataset.__getitems__([0, 1, 2, 3])
-    batch = loader.collate_fn(items)
-    assert batch["image_latents"].data_ptr() == items[0]["latent"].data_ptr()
-    assert batch["text_embeddings"].data_ptr() == items[0]["prompt_embeds"].data_ptr()
     mixed = loader.collate_fn([items[2], items[0]])
     assert torch.equal(mixed["image_latents"], torch.stack([items[2]["latent"], items[0]["latent"]]))
 
 
 @pytest.mark.parametrize("form", [0, 1])
-def test_batches_that_several_threads_read_are_the_same(both, form, tmp_path, monkeypatch):
+def test_several_threads_read_the_same_batch(both, form, tmp_path, monkeypatch):
     cache = Path(shutil.copytree(both[form], tmp_path / "cache"))
     rows = list(range(0, 29, 3))
     alone = TextToImageDataset(cache).__getitems__(rows)
-    monkeypatch.setattr("latentry.cache.read.read_threads._WORTHWHILE_BYTES", 0)
+    monkeypatch.setattr("latentry.cache.read.read_threads._MIN_SHARED_BYTES", 0)
     dataset = TextToImageDataset(cache)
-    dataset.reads = ReadThreads(4)
-    together = dataset.__getitems__(rows)
+    resources = ReadResources(threads=ReadThreads(4))
+    together = dataset.read_batch(rows, resources).items()
     assert any(thread.name.startswith("latentry-read") for thread in threading.enumerate())
     for mine, reference in zip(together, alone, strict=True):
         assert mine.keys() == reference.keys()
@@ -76,10 +78,10 @@ def test_batches_that_several_threads_read_are_the_same(both, form, tmp_path, mo
     os.truncate(path, path.stat().st_size * 9 // 10)
     fresh = TextToImageDataset(cache)
     with pytest.raises(CacheFileError, match=re.escape(path.name)):
-        fresh.__getitems__([*rows, *range(29)])
+        fresh.read_batch([*rows, *range(29)], resources)
 
 
-def test_some_rows_of_a_packed_cache(both):
+def test_subclass_keeps_some_rows_of_a_packed_cache(both):
     class Odd(TextToImageDataset):
         def _group_by_bucket(self):
             if len(self.metadata) == 29:
@@ -92,7 +94,7 @@ def test_some_rows_of_a_packed_cache(both):
     assert dataset.__getitems__([3])[0]["prompt"] == dataset[3]["prompt"]
 
 
-def test_some_rows_are_told_apart_and_cross_processes(both):
+def test_some_rows_have_their_own_fingerprint_and_can_be_pickled(both):
     datasets = []
     for part in (slice(0, 5), slice(5, 10)):
         dataset = TextToImageDataset(both[1])
@@ -108,7 +110,7 @@ def test_some_rows_are_told_apart_and_cross_processes(both):
         datasets[0].metadata = [{"bucket_resolution": [256, 256]}]
 
 
-def test_what_is_kept_of_items_is_not_the_batchs(both):
+def test_items_that_a_dataset_keeps_are_not_changed_by_the_batch(both):
     class InMemory(TextToImageDataset):
         def __getitem__(self, idx):
             self.kept = getattr(self, "kept", {})
@@ -120,27 +122,26 @@ def test_what_is_kept_of_items_is_not_the_batchs(both):
     assert dataset[0]["latent"].count_nonzero() > 0
 
 
-def test_a_dataset_of_ones_own_is_served_by_threads_too(both):
+def test_loader_serves_custom_datasets(both):
     class Own(BaseMultiresolutionDataset):
         def __getitem__(self, idx):
             return {"row": idx}
 
     dataset = Own(both[1])
     sampler = SequentialBucketSampler(dataset, base_batch_size=4)
-    loader, _ = build_images(cache_dir=both[1], num_workers=2)
     config = LoaderConfig(
         batch_size=4, dp_rank=0, dp_world_size=1, base_resolution=(256, 256), drop_last=True, shuffle=True,
         dynamic_batch_size=False, num_workers=2, pin_memory=False, prefetch_factor=2, seed=0, device=None,
         bucket_order="sequential",
     )  # fmt: skip
     loader = LatentDataLoader(
-        dataset, sampler, lambda items: {"rows": [item["row"] for item in items]}, config
+        dataset, sampler, config, lambda items: {"rows": [item["row"] for item in items]}
     )
     assert sum(len(batch["rows"]) for batch in loader) == 24
 
 
 @pytest.mark.parametrize("packed_form", [False, True])
-def test_plain_fields_that_are_tensors(tmp_path, packed_form):
+def test_plain_fields_stored_as_tensors(tmp_path, packed_form):
     cache = make_image_cache(tmp_path / "files", {(256, 256): 3})
     for path in cache.glob("*x*/*"):
         data = torch.load(path, weights_only=True)
@@ -155,7 +156,7 @@ def test_plain_fields_that_are_tensors(tmp_path, packed_form):
     assert [float(ratio) for ratio in batch["metadata"]["aspect_ratios"]] == [2.5] * 3
 
 
-def test_batch_memory_is_used_again_but_never_while_held():
+def test_batch_memory_is_reused_only_when_free():
     memory = BufferPool()
     first = memory.empty((8, 100_000), torch.float32)
     address = first.data_ptr()
@@ -169,7 +170,7 @@ def test_batch_memory_is_used_again_but_never_while_held():
     assert memory.empty((0, 3), torch.bfloat16).numel() == 0
 
 
-def test_batch_memory_is_for_threads():
+def test_batch_memory_is_thread_safe():
     memory = BufferPool()
     problems = []
 

@@ -8,13 +8,14 @@ import random
 import pytest
 import torch
 
-from latentry.cache.read.file_contents import TensorLocation, read_contents
+from latentry.cache.read.file_contents import read_contents
+from latentry.cache.read.pickle_reader import TensorLocation
 from latentry.cache.write import writers as writer
 from latentry.testing import make_image_cache
 
 
 @pytest.mark.parametrize("name", ["x.pt", "x.safetensors"])
-def test_outlines_are_what_the_libraries_load(tmp_path, name):
+def test_contents_equal_what_the_libraries_load(tmp_path, name):
     data = {
         "latent": torch.randn(3, 4).half(), "mask": torch.ones(2, dtype=torch.bool), "prompt": "a cät" * 50, "none": None,
         "size": (1, 2), "list": [1, -70000, 2**40], "ratio": 0.5, "yes": True, "empty": torch.empty(0, 3),
@@ -57,13 +58,13 @@ class _Calls:
         [torch.ones(1)],
     ],
 )
-def test_outlines_leave_everything_odd_to_torch(tmp_path, odd):
+def test_unknown_contents_are_left_to_torch(tmp_path, odd):
     torch.save(odd, tmp_path / "x.pt")
     with open(tmp_path / "x.pt", "rb") as file:
         assert read_contents(file.fileno(), ".pt") is None
 
 
-def test_what_torch_or_safetensors_refuse_has_no_outline(tmp_path):
+def test_files_that_the_libraries_refuse_have_no_contents(tmp_path):
     path = tmp_path / "x.pt"
     torch.save({"x": torch.zeros(300)}, path)
     count, wrong = (b"M" + number.to_bytes(2, "little") + b"t" for number in (300, 301))
@@ -80,7 +81,7 @@ def test_what_torch_or_safetensors_refuse_has_no_outline(tmp_path):
             assert (read_contents(file.fileno(), ".safetensors") is not None) is known
 
 
-def test_damaged_files_have_no_outline_or_a_harmless_one(tmp_path):
+def test_damaged_files_have_no_contents_or_harmless_ones(tmp_path):
     cache = make_image_cache(tmp_path / "files", {(64, 64): 1})
     path = next(cache.glob("*x*/*"))
     content = path.read_bytes()

@@ -16,7 +16,7 @@ from latentry import verify_cache
 from latentry.cache.packed.shards import StoredRow, write_shard
 from latentry.cache.read.batch_buffers import BatchBuffers
 from latentry.cache.read.buffer_pool import BufferPool
-from latentry.cache.read.samples import OpenShards, row_buffers
+from latentry.cache.read.shard_files import OpenShards, row_buffers
 from latentry.errors import CacheError, CacheFileError, CacheNotFoundError
 from latentry.serve.dataset import TextToImageDataset
 
@@ -37,7 +37,7 @@ TENSORS = st.sampled_from(
         max_size=5,
     )
 )
-def test_rows_of_any_tensors_come_back(tmp_path, described):
+def test_rows_of_any_tensors_can_be_read(tmp_path, described):
     rows, expected = [], []
     for number, tensors in enumerate(described):
         made = {}
@@ -55,9 +55,9 @@ def test_rows_of_any_tensors_come_back(tmp_path, described):
         for number, (row, tensors) in enumerate(zip(rows, expected, strict=True)):
             assert row.place is not None
             opened.check(row.place)
-            rooms = BatchBuffers(1, BufferPool())
-            opened.fill(row.place, row_buffers(0, row.place, set(tensors), rooms))
-            found = rooms.loaded([{}]).together
+            buffers = BatchBuffers(1, BufferPool())
+            opened.fill(row.place, row_buffers(0, row.place, set(tensors), buffers))
+            found = buffers.columns()
             for name, value in tensors.items():
                 assert found[name].dtype == value.dtype
                 assert torch.equal(found[name][0], value)
@@ -65,7 +65,7 @@ def test_rows_of_any_tensors_come_back(tmp_path, described):
                 assert torch.equal(stored, value[..., : stored.shape[-2], :] if stored.ndim > 1 else value)
 
 
-def test_bad_checksums_name_the_shard_and_the_row(both):
+def test_bad_checksum_names_shard_and_row(both):
     dataset = TextToImageDataset(both[1])
     place = dataset.index.place(5, "text")
     path = both[1] / place.file
@@ -73,15 +73,15 @@ def test_bad_checksums_name_the_shard_and_the_row(both):
     dataset[4]
     with pytest.raises(CacheFileError) as error:
         dataset[5]
-    assert f"{path}, row {place.row}: its bytes are not those that were written" in str(error.value)
-    with pytest.raises(CacheFileError, match=f"row {place.row}: its bytes"):
+    assert f"{path}, row {place.row}: the checksum differs" in str(error.value)
+    with pytest.raises(CacheFileError, match=f"row {place.row}: the checksum differs"):
         dataset.__getitems__([4, 5])
     result = verify_cache(both[1])
     assert [problem.what for problem in result.problems] != []
     assert result.exit_status == 2
 
 
-def test_shards_that_are_cut_or_gone(both):
+def test_truncated_and_missing_shards(both):
     dataset = TextToImageDataset(both[1])
     place = dataset.index.place(12, "latents")
     path = both[1] / place.file
@@ -89,11 +89,11 @@ def test_shards_that_are_cut_or_gone(both):
     with pytest.raises(CacheFileError, match=f"row {place.row}: the file ends before the row does"):
         dataset[12]
     path.unlink()
-    with pytest.raises(CacheNotFoundError, match="is absent, but the cache's index lists it"):
+    with pytest.raises(CacheNotFoundError, match="is missing, but the cache's index lists it"):
         TextToImageDataset(both[1])[12]
 
 
-def test_no_place_leads_out_of_the_cache(both, tmp_path):
+def test_links_out_of_the_cache_are_refused(both, tmp_path):
     secret = shutil.copy(shards_of(both[1], "latents")[0], tmp_path / "secret.safetensors")
     path = shards_of(both[1], "latents")[0]
     path.unlink()
@@ -103,7 +103,7 @@ def test_no_place_leads_out_of_the_cache(both, tmp_path):
         [dataset[i] for i in range(len(dataset))]
 
 
-def test_pipes_and_folders_are_not_waited_for(both):
+def test_pipes_and_folders_are_refused(both):
     files, cache = both
     target = TextToImageDataset(files).index.relative_file(0)
     (files / target).unlink()

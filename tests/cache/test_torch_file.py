@@ -10,7 +10,7 @@ import torch
 from latentry.cache.write.torch_file import torch_file_parts
 
 
-def test_files_are_those_that_torch_saves(tmp_path):
+def test_files_equal_those_of_torch_save(tmp_path):
     batch = torch.randn(3, 1, 40, 50).bfloat16()
     data = {
         "latent": torch.randn(4, 8, 8).half(),

@@ -61,7 +61,7 @@ def test_clips_are_decoded_too(tmp_path):
 @pytest.mark.parametrize(
     ("breakage", "says"),
     [
-        (lambda f: f.unlink(), "absent"),
+        (lambda f: f.unlink(), "missing"),
         (lambda f: f.write_bytes(f.read_bytes()[:-50]), "truncated or damaged"),
         (lambda f: f.write_bytes(f.read_bytes()[:-1] + b"x"), "checksum"),
         (lambda f: rewrite(f, latent=torch.full((16, 16, 16), float("nan"))), "NaN|scaled-down"),

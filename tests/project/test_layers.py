@@ -16,8 +16,9 @@ SOURCE = Path(latentry.__file__).parent
 
 LAYERS = [
     "errors", "types", "seeds", "hardware", "storage", "buckets",
-    "cache.format", "cache.packed", "cache.index", "cache.read", "cache.checks", "cache.write",
-    "serve.batch", "serve.order", "serve.sampler", "serve.dataset", "serve.collate", "serve.loader", "serve.config",
+    "cache.format", "cache.torch_zip", "cache.packed", "cache.index", "cache.read", "cache.checks", "cache.write",
+    "serve.order", "serve.epoch_order", "serve.sampler_state", "serve.progress", "serve.sampler", "serve.collate",
+    "serve.dataset", "serve.accelerate_hooks", "serve.loader", "serve.config",
     "sources", "media", "processors.fused", "processors", "encode.recipe", "encode.plan", "encode.device",
     "encode.caption_batches", "encode.pipeline", "engines", "report", "cache.convert", "encode.verify", "encode.prepare",
     "testing", "cli", "__main__",

@@ -164,10 +164,10 @@ class _Source:
         for key, value in data.items():
             if problem := _problem(key, value, output_format):
                 raise CacheFileError(
-                    f"{self._samples.where(number)}: {key} is {problem}, which {output_format} cannot hold"
+                    f"{self._samples.describe(number)}: {key} is {problem}, which {output_format} cannot hold"
                 )
         if not isinstance(data.get("latent", data.get("video_latents")), torch.Tensor):
-            raise CacheFileError(f"{self._samples.where(number)} has neither latent nor video_latents")
+            raise CacheFileError(f"{self._samples.describe(number)} has neither latent nor video_latents")
         return self._name(number), {"cache_file": "", **kept}, data
 
     def _row(self, number: int) -> Row:

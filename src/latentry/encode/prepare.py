@@ -17,7 +17,7 @@ import msgspec
 
 from latentry.cache.format import PACKED
 from latentry.cache.packed.index import Entry
-from latentry.cache.read.samples import OpenShards
+from latentry.cache.read.shard_files import OpenShards
 from latentry.cache.write.workspace import Workspace, cache_file_of
 from latentry.encode.pipeline import Outcome
 from latentry.encode.plan import Plan, count_buckets, make_plan, task_size_of
