@@ -57,7 +57,7 @@ class Columns:
         return cls(len(items), tensors, values, describe)
 
     def items(self) -> list[dict[str, Any]]:
-        """One dictionary per sample; their tensors share the memory of the columns."""
+        """One dictionary per sample. Their tensors share the memory of the columns; a missing plain value is None."""
         items: list[dict[str, Any]] = [{} for _ in range(self.num_samples)]
         for key, values in self.values.items():
             for item, value in zip(items, values, strict=True):
