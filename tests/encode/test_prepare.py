@@ -158,7 +158,7 @@ def test_verify_measures_every_sample(photos, tmp_path):
     result = prepare(SMALL, image_dir=photos, output_dir=tmp_path / "verified", verify=True)
     assert len(result.psnr_db) == 12
     assert all(value > 22 for _, value in result.psnr_db.values())
-    assert "worst restored" in str(result)
+    assert "lowest PSNR" in str(result)
     prepare(SMALL, image_dir=photos, output_dir=tmp_path / "plain")
     assert_same_cache(tmp_path / "verified", tmp_path / "plain")
 
@@ -231,7 +231,7 @@ def test_too_many_failures_in_a_row_stop_the_run(photos, tmp_path, monkeypatch):
         ({"image_dir": "file"}, ConfigError, "is a file, not a folder"),
         ({"output_dir": "file/cache"}, RunError, "cannot be written to"),
         ({"batch_size": 0}, ConfigError, "batch_size is 0"),
-        ({"devices": "gpu"}, ConfigError, "device 'gpu' is none"),
+        ({"devices": "gpu"}, ConfigError, "unknown device 'gpu'"),
         ({"devices": "cuda:7"}, ConfigError, "no device cuda:7"),
         ({"recipe": Recipe(processor="nothing")}, ConfigError, "unknown processor 'nothing'"),
         ({"recipe": Recipe(max_pixels=100)}, ConfigError, "max_pixels is 100"),
@@ -822,4 +822,4 @@ if __name__ == "__main__":
     script = tmp_path / "run.py"
     script.write_text(code)
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120)
-    assert "died (exit code -9); what is committed is kept" in done.stderr
+    assert "died (exit code -9): committed work is kept; rerun" in done.stderr

@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
@@ -133,7 +133,7 @@ class TaskRunner:
         self._on_outcome = on_outcome
         self._failures_in_a_row = 0
 
-    def run(self, tasks: Iterable[Task]) -> Iterator[Commit]:
+    def run(self, tasks: Iterable[Task]) -> Generator[Commit, None, None]:
         """Encode and write the tasks' samples; what comes out is on disk, and still to be committed."""
         queued: deque[_Queued] = deque()
         closing: deque[_Running] = deque()
