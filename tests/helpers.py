@@ -6,15 +6,20 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import pytest
 import torch
 
+import latentry
 from latentry.buckets import MultiTierBucketCalculator
-from latentry.encode.prepare import Progress
+from latentry.cli import main
+
+if TYPE_CHECKING:
+    from latentry.encode.prepare import Progress
 
 DATA = Path(__file__).parent / "data"
-EXAMPLES = Path(__file__).parents[1] / "examples" / "pictures"
+EXAMPLES = Path(latentry.__file__).parent / "demo" / "pictures"
 
 
 def golden(name: str) -> list[dict[str, Any]]:
@@ -74,3 +79,13 @@ def sized(*sizes: int) -> SimpleNamespace:
     return bucketed(
         [((64 * (i + 1), 64), range(s, s + n)) for i, (s, n) in enumerate(zip(starts, sizes, strict=True))]
     )
+
+
+def run_main(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
+    """Run a ``latentry`` command in this process: its exit status, standard output and standard error."""
+    try:
+        status = main([str(argument) for argument in arguments])
+    except SystemExit as exit_:
+        status = exit_.code or 0
+    captured = capsys.readouterr()
+    return status, captured.out, captured.err
