@@ -107,16 +107,6 @@ class Task:
     """Whether these samples failed in an earlier run. Failing again does not count towards stopping the run."""
 
 
-@dataclass(frozen=True, slots=True)
-class Commit:
-    """The outcome of a task, ready to be published."""
-
-    task_id: str
-    rows: tuple[dict[str, object], ...]
-    """One metadata row per encoded sample."""
-    failures: tuple[Failure, ...]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessorInfo:
     """What is known about a processor without loading its model."""

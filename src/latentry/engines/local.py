@@ -22,13 +22,14 @@ from typing import Any
 
 import torch
 
+from latentry.cache.write.commits import Commit
 from latentry.cache.write.workspace import Workspace
 from latentry.encode.pipeline import Outcome, TaskRunner
 from latentry.encode.recipe import ResolvedRecipe
 from latentry.errors import ConfigError, LatentryError, RunError
 from latentry.hardware import num_cores
 from latentry.processors import processor_class
-from latentry.types import Commit, Task
+from latentry.types import Task
 
 _MAX_READERS = 16
 
@@ -43,6 +44,8 @@ class Job:
     """The folder of the inputs."""
     output: Path
     """The folder of the cache."""
+    run: int
+    """The number of the run, which orders its commits."""
     batch_size: int | None
     """Samples that are encoded together; None lets the device decide."""
     verify: bool
@@ -101,7 +104,7 @@ def _run_on_device(
         processor = processor_class(job.recipe.processor)(
             job.model_name, torch.device(device), getattr(torch, job.recipe.dtype)
         )
-        workspace = Workspace(job.output)
+        workspace = Workspace(job.output, job.run)
         runner = TaskRunner(
             processor,
             job.recipe,
