@@ -27,7 +27,7 @@ MOVED_MODULES: dict[str, tuple[str, ...]] = {
     "latentry.order": ("latentry.serve.order", "latentry.seeds"),
     "latentry.plan": ("latentry.encode.recipe", "latentry.encode.plan", "latentry.cache.format"),
     "latentry.preparation": ("latentry.encode.prepare",),
-    "latentry.records": ("latentry.types",),
+    "latentry.records": ("latentry.types", "latentry.cache.write.commits"),
     "latentry.sampler": ("latentry.serve.sampler",),
     "latentry.verification": ("latentry.encode.verify",),
     "latentry.cache.files": ("latentry.cache.read.files",),
@@ -42,14 +42,16 @@ MOVED_MODULES: dict[str, tuple[str, ...]] = {
 """Old module to the modules that hold its names now, in the order in which they are searched."""
 
 RENAMED: dict[str, dict[str, str]] = {
+    "latentry.media.headers": {"jpeg_header": "read_jpeg_header"},
     "latentry.media.kinds": {
         "Cut": "Crop",
+        "Extent": "ProbeResult",
         "Images": "ImageReader",
         "Medium": "MediaReader",
         "VideoChoices": "VideoOptions",
         "Videos": "VideoReader",
     },
-    "latentry.order": {"derived_key": "derived_seed"},
+    "latentry.order": {"Leg": "Segment", "derived_key": "derived_seed"},
     "latentry.processors.gpu.causal": {"Memory": "FrameCache", "Stretches": "TemporalChunks"},
     "latentry.processors.gpu.replay": {"Replayed": "CudaGraphed"},
     "latentry.processors.gpu.t5": {"TextEncoder": "T5Encoder"},
@@ -61,13 +63,12 @@ class _OldModule(ModuleType):
     """Stands for a module that moved."""
 
     def __getattr__(self, name: str) -> Any:
-        new_name = RENAMED.get(self.__name__, {}).get(name, name)
         if not name.startswith("__"):
-            for module in MOVED_MODULES[self.__name__]:
-                try:
-                    return getattr(importlib.import_module(module), new_name)
-                except AttributeError:
-                    continue
+            new_name = RENAMED.get(self.__name__, {}).get(name, name)
+            for module in map(importlib.import_module, MOVED_MODULES[self.__name__]):
+                for candidate in (new_name, name):
+                    if hasattr(module, candidate):
+                        return getattr(module, candidate)
         raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
 
 
