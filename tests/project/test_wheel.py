@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import zipfile
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -20,8 +19,6 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "VIRTUAL_ENV")}
-
-Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
 def install(*command: object) -> None:
