@@ -23,7 +23,7 @@ import latentry
 from latentry import Recipe, prepare
 from latentry.cache.checks import latent_problem
 from latentry.encode import plan
-from latentry.encode.device import feeding_a_gpu
+from latentry.encode.device import gpu_feeding_priority
 from latentry.encode.pipeline import TaskRunner, _is_due
 from latentry.encode.prepare import Progress
 from latentry.engines import local
@@ -690,11 +690,11 @@ def test_captions_are_let_go_one_by_one(monkeypatch):
     assert not texts._encoded
 
 
-def test_feeding_a_gpu_leaves_python_and_torch_as_they_were():
+def test_gpu_feeding_priority_leaves_python_and_torch_as_they_were():
     before = (torch.get_num_threads(), sys.getswitchinterval())
     inside = []
 
-    @feeding_a_gpu()
+    @gpu_feeding_priority()
     def stopped() -> None:
         inside.append((torch.get_num_threads(), sys.getswitchinterval() < before[1]))
         raise KeyboardInterrupt
@@ -746,10 +746,10 @@ def test_few_are_read_ahead_until_the_first_is_there(photos, tmp_path, monkeypat
 
 
 def test_readers_use_one_thread_each_and_the_caller_keeps_its_own():
-    from latentry.encode.device import single_threads
+    from latentry.encode.device import single_threaded_pool
 
     before = torch.get_num_threads()
-    with single_threads(3) as pool:
+    with single_threaded_pool(3) as pool:
 
         def work(_):
             torch.nn.functional.interpolate(torch.rand(1, 3, 256, 256), size=(64, 64), mode="bicubic")

@@ -25,8 +25,13 @@ import torch
 from latentry.cache.checks import latent_flags, problem_of_flags, psnr_db
 from latentry.cache.write.sample_data import image_file, metadata_row, video_file
 from latentry.cache.write.writers import TaskWriter, Threads, task_writer
-from latentry.encode.caption_batches import CaptionBatches, Text
-from latentry.encode.device import feeding_a_gpu, in_halves, single_threads, to_host
+from latentry.encode.caption_batches import CaptionBatches, EncodedCaption
+from latentry.encode.device import (
+    gpu_feeding_priority,
+    single_threaded_pool,
+    to_host,
+    with_smaller_batches_on_oom,
+)
 from latentry.encode.recipe import ResolvedRecipe
 from latentry.errors import MediaError, RunError
 from latentry.hardware import free_bytes, share_of_memory
@@ -89,7 +94,7 @@ class _Queued:
     latents: torch.Tensor
     problems: torch.Tensor
     extras: Columns
-    texts: Sequence[Text]
+    texts: Sequence[EncodedCaption]
     psnrs: Sequence[float | None]
     ready: torch.cuda.Event | None
 
@@ -139,8 +144,8 @@ class TaskRunner:
         closing: deque[_Running] = deque()
         on_gpu = self._device.type == "cuda"
         with (
-            feeding_a_gpu() if on_gpu else nullcontext(),
-            single_threads(self._num_threads) as readers,
+            gpu_feeding_priority() if on_gpu else nullcontext(),
+            single_threaded_pool(self._num_threads) as readers,
             Threads.running(_WRITER_THREADS) as writers,
         ):
             try:
@@ -295,10 +300,12 @@ class TaskRunner:
         latents = self._encode_pixels(batch, on_device)
         extras: Columns = {}
         if self._recipe.video is None or self._recipe.video.mode == "video":
-            extras = in_halves(self._processor.media_fields, pixels)
+            extras = with_smaller_batches_on_oom(self._processor.media_fields, pixels)
         psnrs: list[float | None] = [None] * len(batch)
         if self._verify:
-            restored = in_halves(lambda part: {"pixels": self._processor.decode_latents(part)}, latents)
+            restored = with_smaller_batches_on_oom(
+                lambda part: {"pixels": self._processor.decode_latents(part)}, latents
+            )
             psnrs = [psnr_db(*pair) for pair in zip(on_device, restored["pixels"], strict=True)]
         problems = to_host(latent_flags(latents))
         latents = to_host(latents)
@@ -323,7 +330,7 @@ class TaskRunner:
         for i, decoded in enumerate(queued.samples):
             text = queued.texts[i]
             problem = problem_of_flags(problems[i], latents[i])
-            if problem is None and not text.finite[text.number]:
+            if problem is None and not text.is_finite:
                 problem = "its caption's embedding holds NaN or infinite values; try --dtype float32"
             if problem:
                 self._fail(decoded.sample, problem, running.failures)
