@@ -124,7 +124,7 @@ def test_some_bad_inputs_are_exit_status_2(run, tmp_path):
                 "--model_name",
                 "missing",
             ],
-            "neither a folder here",
+            "is not a folder",
         ),
         (
             ["image", "--image_dir", EXAMPLES, "--output_dir", "y", "--crop_mode", "left"],

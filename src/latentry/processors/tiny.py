@@ -53,7 +53,7 @@ class TinyProcessor:
     @torch.inference_mode()
     def encode_pixels(self, pixels: torch.Tensor, seeds: list[int] | None) -> torch.Tensor:
         if seeds is not None:
-            raise ConfigError("the tiny processor has no posterior to sample from; remove --stochastic")
+            raise ConfigError("the tiny processor has no posterior to sample from; leave out --stochastic")
         return _frame_by_frame(self._encode_images, pixels)
 
     def _encode_images(self, pixels: torch.Tensor) -> torch.Tensor:
@@ -94,7 +94,7 @@ def _frame_by_frame(encode: Callable[[torch.Tensor], torch.Tensor], batch: torch
 
 def _require_embedded(model_name: str) -> None:
     if model_name != TinyProcessor.info.default_model_name:
-        raise ConfigError(f"the tiny processor has built-in weights; remove --model_name {model_name!r}")
+        raise ConfigError(f"the tiny processor has built-in weights; leave out --model_name {model_name!r}")
 
 
 @functools.cache

@@ -26,6 +26,7 @@ class TinyTextEncoder:
             pieces = asset["vocabulary"].tobytes().decode().split("\n")
             table = asset["table"].astype(np.float32) * asset["scale"].astype(np.float32)[:, None]
         self._ids = {piece: i for i, piece in enumerate(pieces)}
+        self._longest = max(map(len, pieces))
         self._table = torch.from_numpy(table)
         self.num_dims = table.shape[1]
 
@@ -47,7 +48,7 @@ class TinyTextEncoder:
         """Split a word greedily into the longest pieces of the vocabulary; a word that cannot be split is unknown."""
         ids, start = [], 0
         while start < len(word):
-            for end in range(len(word), start, -1):
+            for end in range(min(len(word), start + self._longest), start, -1):
                 found = self._ids.get(("##" if start else "") + word[start:end])
                 if found is not None:
                     ids.append(found)
