@@ -44,7 +44,7 @@ def assert_pairs_look_alike(sheet) -> None:
 
 def test_failing_step_stops_the_demo(capsys, tmp_path):
     (tmp_path / "out" / "cache").mkdir(parents=True)
-    (tmp_path / "out" / "cache" / "metadata.json").write_text("{\"shards\": [\"metadata_shard_0000.json\"]}")
+    (tmp_path / "out" / "cache" / "metadata.json").write_text('{"shards": ["metadata_shard_0000.json"]}')
     status, out, err = run_main(capsys, "demo", "--output_dir", tmp_path / "out")
     assert status == 1
     assert f"{tmp_path / 'out' / 'cache'} holds a cache of another tool" in err
