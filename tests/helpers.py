@@ -16,11 +16,26 @@ from latentry.buckets import MultiTierBucketCalculator
 from latentry.cli import main
 from latentry.encode.prepare import Progress
 from latentry.encode.recipe import Recipe
+from latentry.processors.fused.clip import ClipEncoder
+from latentry.processors.fused.hunyuan_vae import HunyuanEncoder
+from latentry.processors.fused.image_vae import ImageEncoder
+from latentry.processors.fused.t5 import T5Encoder
+from latentry.processors.fused.wan_vae import WanEncoder
 
 DATA = Path(__file__).parent / "data"
 SMALL = Recipe(max_pixels=128 * 128)
 """A recipe that is quick on a CPU."""
 EXAMPLES = Path(latentry.__file__).parent / "demo" / "pictures"
+
+FUSED_ENCODERS = {
+    "image_vae": ImageEncoder,
+    "wan_vae": WanEncoder,
+    "hunyuan_vae": HunyuanEncoder,
+    "t5": T5Encoder,
+    "umt5": T5Encoder,
+    "clip": ClipEncoder,
+}
+"""The fused encoder for each tiny model that the ``load_model`` fixture of ``tests/processors`` knows."""
 
 
 def golden(name: str) -> list[dict[str, Any]]:
