@@ -20,7 +20,7 @@ from typing import Any, TypeVar, overload
 import msgspec
 
 from latentry.errors import CacheNotFoundError, MetadataError
-from latentry.storage import inside
+from latentry.storage import path_inside
 
 METADATA_NAME = "metadata.json"
 PACKED = "packed"
@@ -64,7 +64,7 @@ def read_global_metadata(cache_dir: Path) -> GlobalMetadata:
     """Read ``metadata.json``; errors say what the folder lacks to be a cache."""
     if not cache_dir.is_dir():
         raise CacheNotFoundError(f"there is no folder {cache_dir}; cache_dir must name a finished cache")
-    path = inside(cache_dir, METADATA_NAME)
+    path = path_inside(cache_dir, METADATA_NAME)
     if not path.is_file():
         raise CacheNotFoundError(
             f"{cache_dir} has no {METADATA_NAME}: it is not a cache, or its preprocessing has not finished"
@@ -86,7 +86,7 @@ def recipe_fingerprint(recipe: Mapping[str, Any]) -> str:
 
 
 def _shard_path(cache_dir: Path, shard: str) -> Path:
-    path = inside(cache_dir, shard)
+    path = path_inside(cache_dir, shard)
     if not path.is_file():
         raise CacheNotFoundError(f"{cache_dir / METADATA_NAME} lists {shard}, but that file is absent")
     return path

@@ -33,7 +33,7 @@ from latentry.cache.format import (
 )
 from latentry.cache.packed.index import PackedIndex
 from latentry.errors import MetadataError
-from latentry.storage import inside, publish
+from latentry.storage import path_inside, publish
 from latentry.types import BucketShape
 
 logger = logging.getLogger(__name__)
@@ -97,7 +97,7 @@ def open_index(cache_dir: Path, name_aspect: Callable[[float], str]) -> CacheInd
         _check_count(cache_dir, metadata, len(packed))
         return packed
     signature = _signature(cache_dir, metadata.shards)
-    index = _load(inside(cache_dir, INDEX_NAME), metadata, signature)
+    index = _load(path_inside(cache_dir, INDEX_NAME), metadata, signature)
     if index is None:
         index = _read_shards(cache_dir, metadata, name_aspect)
         if len(index) >= SAVE_FROM_ROWS:
@@ -210,7 +210,7 @@ def _signature(cache_dir: Path, shards: Sequence[str]) -> str:
     """Changes with ``metadata.json`` and with any shard's size or time; costs one ``stat`` a shard."""
     digest = hashlib.blake2b((cache_dir / METADATA_NAME).read_bytes(), digest_size=16)
     for shard in shards:
-        path = inside(cache_dir, shard)
+        path = path_inside(cache_dir, shard)
         status = path.stat() if path.is_file() else None
         digest.update(f"{shard} {status and (status.st_size, status.st_mtime_ns)}\n".encode())
     return digest.hexdigest()

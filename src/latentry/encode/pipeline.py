@@ -33,7 +33,6 @@ from latentry.hardware import free_bytes, share_of_memory
 from latentry.media.reader import Crop
 from latentry.processors import Columns, Fields, Processor
 from latentry.seeds import derived_seed
-from latentry.storage import content_digest
 from latentry.types import Bucket, Commit, Failure, PlannedSample, Task
 
 logger = logging.getLogger(__name__)
@@ -121,7 +120,7 @@ class TaskRunner:
     ) -> None:
         self._processor = processor
         self._recipe = recipe
-        self._medium = recipe.medium()
+        self._medium = recipe.media_reader()
         self._fingerprint = recipe.fingerprint
         self._source = source
         self._output = output
@@ -257,9 +256,9 @@ class TaskRunner:
         file = group[0].file
         path = self._source / file.name
         try:
-            digest = content_digest(path)
-            cuts = self._medium.read(path, group, derived_seed(self._recipe.seed, "crop", file.name))
-            return [_Decoded(sample, cut, digest) for sample, cut in zip(group, cuts, strict=True)]
+            loaded = self._medium.load(path)
+            cuts = self._medium.read(loaded, group, derived_seed(self._recipe.seed, "crop", file.name))
+            return [_Decoded(sample, cut, loaded.digest) for sample, cut in zip(group, cuts, strict=True)]
         except MediaError as error:
             return str(error)
         except OSError as error:

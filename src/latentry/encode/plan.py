@@ -20,7 +20,7 @@ from latentry.cache.format import PACKED, TASK_SIZE
 from latentry.cache.packed.shards import USUAL_SHARD_BYTES
 from latentry.encode.recipe import BucketChooser, ResolvedRecipe
 from latentry.errors import MediaError
-from latentry.media.reader import Extent, MediaReader
+from latentry.media.reader import MediaReader, ProbeResult
 from latentry.sources.captions import CaptionFinder
 from latentry.storage import content_digest
 from latentry.types import (
@@ -169,16 +169,16 @@ def _probe(
     choose_buckets: BucketChooser,
     on_progress: Callable[[int], None],
 ) -> tuple[list[PlannedSample], list[Failure]]:
-    def extent_or_reason(file: SourceFile) -> Extent | str:
+    def extent_or_reason(file: SourceFile) -> ProbeResult | str:
         try:
             return medium.probe(root / file.name)
         except MediaError as error:
             return str(error)
 
-    readable: list[tuple[SourceFile, Caption, Extent]] = []
+    readable: list[tuple[SourceFile, Caption, ProbeResult]] = []
     skipped = []
 
-    def probe_all(part: Sequence[tuple[SourceFile, Caption]]) -> list[Extent | str]:
+    def probe_all(part: Sequence[tuple[SourceFile, Caption]]) -> list[ProbeResult | str]:
         return [extent_or_reason(file) for file, _ in part]
 
     size = min(_PROBE_CHUNK, max(1, len(waiting) // (4 * _PROBE_THREADS)))

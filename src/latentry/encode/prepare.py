@@ -87,7 +87,7 @@ def prepare(
     device_names = find_devices(devices)
     model_name = recipe.model_name or family.info.default_model_name
     resolved = _resolve(recipe, family, model_name, device_names)
-    choose_buckets, medium = bucket_chooser(resolved), resolved.medium()
+    choose_buckets, medium = bucket_chooser(resolved), resolved.media_reader()
     files, unreadable = list_folder(source, medium.suffixes, leave_out=output)
     files = files[:max_files]
     lines_field = "internvl" if media == "image" else "caption"

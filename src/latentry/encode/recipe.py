@@ -87,8 +87,8 @@ class ResolvedRecipe:
     def media(self) -> str:
         return "image" if self.video is None else "video"
 
-    def medium(self) -> MediaReader:
-        """What reads this recipe's inputs."""
+    def media_reader(self) -> MediaReader:
+        """The reader of this recipe's inputs."""
         if self.video is None:
             return ImageReader(self.crop_mode)
         return VideoReader(self.video, self.crop_mode, self.frame_step)

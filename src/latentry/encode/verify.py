@@ -23,6 +23,7 @@ from latentry.cache.read.samples import open_samples
 from latentry.encode.recipe import ResolvedRecipe
 from latentry.engines.local import find_devices
 from latentry.errors import CacheError, ConfigError, MediaError
+from latentry.media.content import MediaFile
 from latentry.media.reader import VideoOptions
 from latentry.processors import PROCESSORS, Processor, processor_class
 from latentry.seeds import derived_seed
@@ -99,9 +100,10 @@ def verify_cache(
             found.append(Problem(name, str(error)))
         if decoder and not found:
             try:
-                if content_digest(decoder.source_of(row)) != row["source_digest"]:
+                source = decoder.load_source(row)
+                if source.digest != row["source_digest"]:
                     raise MediaError("has changed since; run the same command again to encode it anew")
-                psnr[name] = decoder.psnr_db(dataset.samples.load(number), row)
+                psnr[name] = decoder.psnr_db(dataset.samples.load(number), row, source)
             except (MediaError, OSError) as error:
                 found.append(Problem(name, f"its source {decoder.source_of(row)} {error}"))
         problems += found
@@ -213,7 +215,7 @@ class _Decoder:
                 "size": tuple(recipe["size"]) if recipe.get("size") else None,
             }
         )
-        self._medium = self._recipe.medium()
+        self._medium = self._recipe.media_reader()
         family = processor_class(self._recipe.processor)
         self._processor: Processor = family(
             metadata["model_name"], torch.device(device), getattr(torch, self._recipe.dtype)
@@ -222,7 +224,10 @@ class _Decoder:
     def source_of(self, row: Mapping[str, Any]) -> Path:
         return Path(row.get("image_path") or row["video_path"])
 
-    def psnr_db(self, data: Mapping[str, Any], row: Mapping[str, Any]) -> float:
+    def load_source(self, row: Mapping[str, Any]) -> MediaFile:
+        return self._medium.load(self.source_of(row))
+
+    def psnr_db(self, data: Mapping[str, Any], row: Mapping[str, Any], source: MediaFile) -> float:
         latents = data["latent"][None] if "latent" in data else data["video_latents"]
         restored = self._processor.decode_latents(latents)[0]
         sample = PlannedSample(
@@ -237,5 +242,5 @@ class _Decoder:
             num_samples=row.get("total_frames_extracted", 1),
         )
         seed = derived_seed(self._recipe.seed, "crop", row["source_name"])
-        (cut,) = self._medium.read(self.source_of(row), [sample], seed)
+        (cut,) = self._medium.read(source, [sample], seed)
         return psnr_db(cut.pixels, restored)

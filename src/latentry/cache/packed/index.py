@@ -23,7 +23,7 @@ import pyarrow as pa
 from latentry.cache.format import METADATA_NAME, GlobalMetadata, LazyRows
 from latentry.cache.packed.shards import RowLocation, TensorLayout, names_of
 from latentry.errors import CacheNotFoundError, MetadataError
-from latentry.storage import inside, publish
+from latentry.storage import path_inside, publish
 from latentry.types import BucketShape
 
 INDEX_VERSION = 2
@@ -195,7 +195,7 @@ class PackedIndex:
         self._ends = list(accumulate(counts))
         self._block_rows = self._header.block_rows
         self._first_blocks = [0, *accumulate(-(-count // self._block_rows) for count in counts)]
-        self.path = inside(cache_dir, self._header.index)
+        self.path = path_inside(cache_dir, self._header.index)
         self._blocks: OrderedDict[int, _Block] = OrderedDict()
         try:
             self._reader = pa.ipc.open_file(pa.memory_map(str(self.path)))
@@ -387,7 +387,7 @@ def check_places(cache_dir: Path, entry: Entry, sizes: dict[str, int]) -> bool:
     """Whether the files that an entry names are there and long enough; ``sizes`` remembers what was looked up."""
     for place in entry.places.values():
         if place.file not in sizes:
-            path = inside(cache_dir, place.file)
+            path = path_inside(cache_dir, place.file)
             sizes[place.file] = path.stat().st_size if path.is_file() else -1
         if sizes[place.file] < place.offset + place.num_bytes:
             return False

@@ -20,7 +20,7 @@ import torch
 import xxhash
 
 from latentry.cache.format import ALIGNMENT
-from latentry.storage import holds, publish, write_parts
+from latentry.storage import file_has_content, publish, write_parts
 
 LEAST_SHARD_BYTES = 1 << 28
 USUAL_SHARD_BYTES = 1 << 29
@@ -160,7 +160,7 @@ def write_shard(output: Path, names: Iterable[str], rows: Sequence[StoredRow]) -
     parts = [len(text).to_bytes(8, "little"), text, *contents]
     for relative in names:
         path = output / relative
-        if holds(path, parts):
+        if file_has_content(path, parts):
             break
         if not path.exists():
             path.parent.mkdir(parents=True, exist_ok=True)

@@ -28,7 +28,7 @@ from latentry.cache.read.file_contents import TensorLocation, read_contents
 from latentry.cache.read.files import load_cache_file
 from latentry.cache.read.read_threads import ReadThreads
 from latentry.errors import CacheFileError, CacheNotFoundError
-from latentry.storage import KnownFolders, inside, open_regular
+from latentry.storage import KnownFolders, open_regular, path_inside
 
 _FILES_KEPT_OPEN = 256
 _FILES_AT_ONCE = 64
@@ -89,7 +89,7 @@ class FileSamples:
             with ExitStack() as files:
                 for row in rows[start : start + _FILES_AT_ONCE]:
                     relative = self._index.relative_file(row)
-                    file = files.enter_context(_opened(self._folders.inside(relative)))
+                    file = files.enter_context(_opened(self._folders.path_inside(relative)))
                     data = read_contents(file.descriptor, os.path.splitext(relative)[1])
                     if data is None:
                         data = load_cache_file(self._cache_dir, relative)
@@ -322,7 +322,7 @@ class OpenShards:
         with self._lock:
             file = self._files.get(name)
             if file is None:
-                path = inside(self.cache_dir, name)
+                path = path_inside(self.cache_dir, name)
                 try:
                     file = self._files[name] = _File(path)
                 except FileNotFoundError:
