@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from latentry.buckets import MultiTierBucketCalculator, covering_size
+from latentry.buckets import MultiTierBucketCalculator
+from latentry.crops import covering_size
 from latentry.errors import ConfigError
 
 SIDES = st.integers(1, 20_000)

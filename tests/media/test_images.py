@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageCms, ImageOps
 
-from latentry.buckets import covering_size
+from latentry.crops import covering_size
 from latentry.errors import MediaError
 from latentry.media.images import decode_image, fit_to_bucket, probe_image
 from latentry.media.jpeg_header import jpeg_header, parse_jpeg_header

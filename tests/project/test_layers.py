@@ -15,7 +15,7 @@ import latentry
 SOURCE = Path(latentry.__file__).parent
 
 LAYERS = [
-    "errors", "extras", "types", "seeds", "hardware", "storage", "buckets",
+    "errors", "extras", "types", "seeds", "hardware", "storage", "crops", "buckets",
     "cache.format", "cache.packed", "cache.index", "cache.read", "cache.checks", "cache.write",
     "serve.batch", "serve.order", "serve.sampler", "serve.dataset", "serve.collate", "serve.loader", "serve.config",
     "sources", "media", "processors.fused", "processors", "encode.recipe", "encode.plan", "encode.device",

@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from latentry.buckets import CROP_MODES, MultiTierBucketCalculator
+from latentry.buckets import MultiTierBucketCalculator
 from latentry.cache.format import OUTPUT_FORMATS, recipe_fingerprint
+from latentry.crops import CROP_MODES
 from latentry.errors import ConfigError
 from latentry.media.images import NO_CROP
 from latentry.media.reader import ImageReader, MediaReader, VideoOptions, VideoReader

@@ -16,7 +16,7 @@ import simplejpeg
 import torch
 from PIL import Image, ImageCms, UnidentifiedImageError
 
-from latentry.buckets import Seed, choose_window
+from latentry.crops import Seed, choose_window
 from latentry.errors import MediaError
 from latentry.media.jpeg_header import parse_jpeg_header, read_jpeg_header
 from latentry.media.pillow import check_num_pixels, open_with_pillow
