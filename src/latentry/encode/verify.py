@@ -92,7 +92,7 @@ def verify_cache(
     kinds = _Kinds()
     listed = set()
     for number, row in enumerate(dataset.metadata):
-        name = os.path.relpath(dataset.samples.where(number), dataset.cache_dir)
+        name = os.path.relpath(dataset.samples.describe(number), dataset.cache_dir)
         found = [Problem(name, what) for what in _sample_problems(dataset, number, name, row, kinds)]
         try:
             listed.update(dataset.samples.files(number))
