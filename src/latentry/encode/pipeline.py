@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,7 +86,7 @@ class TaskRunner:
         self._on_outcome = on_outcome
         self._failures_in_a_row = 0
 
-    def run(self, tasks: Iterable[Task]) -> Iterator[Commit]:
+    def run(self, tasks: Iterable[Task]) -> Generator[Commit, None, None]:
         """Encode and write the tasks' samples. The files of a yielded commit are on disk."""
         queued: deque[QueuedBatch | RunningTask] = deque()
         closing: deque[RunningTask] = deque()

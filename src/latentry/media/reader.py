@@ -100,26 +100,24 @@ class VideoOptions:
     >>> VideoOptions(target_frames=81)
     >>> VideoOptions(target_fps=16, target_frames=81, short_clips="pad")
     >>> VideoOptions(mode="frames", num_frames=40)
-
-    Args:
-        mode: ``video`` makes each video one sample. ``frames`` makes each of ``num_frames`` frames one sample.
-        num_frames: In frames mode, how many frames to take of each video, evenly spaced from the first to the
-            last. A video with fewer frames gives all it has.
-        target_frames: In video mode, the number of frames of every sample. None takes as many as each video has
-            and the model's frame rule allows.
-        target_fps: In video mode, take frames by time at this rate, starting with the first frame. None takes
-            them evenly spaced over the whole video.
-        short_clips: What to do with videos of fewer than ``target_frames`` frames: ``skip`` reports them as
-            failures, ``pad`` repeats their last frame.
-        resize_mode: How frames are scaled: ``bilinear``, ``bicubic``, ``nearest``, ``area`` or ``lanczos``.
     """
 
     mode: str = "video"
+    """``video`` makes each video one sample. ``frames`` makes each of ``num_frames`` frames one sample."""
     num_frames: int = 10
+    """In frames mode, how many frames to take of each video, evenly spaced from the first to the last. A video with
+    fewer frames gives all it has."""
     target_frames: int | None = None
+    """In video mode, the number of frames of every sample. None takes as many as each video has and the model's
+    frame rule allows."""
     target_fps: float | None = None
+    """In video mode, take frames by time at this rate, starting with the first frame. None takes them evenly spaced
+    over the whole video."""
     short_clips: str = "skip"
+    """What to do with videos of fewer than ``target_frames`` frames: ``skip`` reports them as failures, ``pad``
+    repeats their last frame."""
     resize_mode: str = "bilinear"
+    """How frames are scaled: ``bilinear``, ``bicubic``, ``nearest``, ``area`` or ``lanczos``."""
 
     def __post_init__(self) -> None:
         for name, value, allowed in (
