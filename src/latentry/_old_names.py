@@ -66,9 +66,8 @@ class _OldModule(ModuleType):
         if not name.startswith("__"):
             new_name = RENAMED.get(self.__name__, {}).get(name, name)
             for module in map(importlib.import_module, MOVED_MODULES[self.__name__]):
-                for candidate in (new_name, name):
-                    if hasattr(module, candidate):
-                        return getattr(module, candidate)
+                if hasattr(module, new_name):
+                    return getattr(module, new_name)
         raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
 
 
