@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 import torch
 from PIL import Image, ImageDraw, ImageFont
 
+from latentry.cache.format import read_metadata
 from latentry.media.images import decode_image, fit_to_bucket
 from latentry.processors import Processor, processor_class
 from latentry.serve.dataset import TextToImageDataset, TextToVideoDataset
@@ -79,9 +79,9 @@ def _clip_pairs(cache: Path) -> Iterator[_Pair]:
 
 def _processor_of(cache: Path) -> Processor:
     """The model that made the cache, on the CPU."""
-    metadata = json.loads((cache / "metadata.json").read_text(encoding="utf-8"))
-    family = processor_class(metadata["processor"])
-    return family(metadata["model_name"], torch.device("cpu"), torch.float32)
+    metadata = read_metadata(cache)
+    family = processor_class(metadata.processor or "")
+    return family(metadata.model_name or "", torch.device("cpu"), torch.float32)
 
 
 def _tile(pixels: torch.Tensor) -> Image.Image:
