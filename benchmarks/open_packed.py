@@ -21,7 +21,8 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from latentry.cache.packed.index import BLOCK_ROWS, INDEX_VERSION, index_schema
+from latentry.cache.packed_format import PACKED_VERSION, index_schema
+from latentry.cache.write.packed_index import BLOCK_ROWS
 
 SIZES = [(1024, 1024), (1152, 896), (896, 1152), (832, 1216)]
 LOOKUPS = 10_000
@@ -41,7 +42,7 @@ def write_index(folder: Path, num_rows: int) -> None:
         for (w, h), count in zip(SIZES, counts, strict=True)
     ]
     packed = {
-        "version": INDEX_VERSION, "index": "index.arrow", "fingerprint": "0", "block_rows": BLOCK_ROWS, "parts": ["latents", "text"],
+        "version": PACKED_VERSION, "index": "index.arrow", "fingerprint": "0", "block_rows": BLOCK_ROWS, "parts": ["latents", "text"],
         "buckets": buckets, "layouts": [[latent], [text]], "forms": [{"keys": ["latent", "prompt_embeds"], "tuples": []}],
     }  # fmt: skip
     metadata = {"model_type": "flux", "total_items": sum(counts), "shards": [], "packed": packed}

@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from helpers import DATA
+from helpers import DATA, EXAMPLES
 
 from latentry.cache.convert import convert_cache
 from latentry.testing import make_flux_pipeline, make_hunyuan_pipeline, make_image_cache, make_wan_pipeline
@@ -56,3 +56,9 @@ def both(tmp_path) -> tuple[Path, Path]:
     files = make_image_cache(tmp_path / "files", {(256, 256): 13, (320, 192): 9, (192, 320): 7}, shard_size=8)
     convert_cache(files, tmp_path / "packed")
     return files, tmp_path / "packed"
+
+
+@pytest.fixture
+def photos(tmp_path) -> Path:
+    """The example pictures, in their folders, with their captions."""
+    return Path(shutil.copytree(EXAMPLES, tmp_path / "photos"))

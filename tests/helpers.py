@@ -12,8 +12,11 @@ import torch
 
 from latentry.buckets import MultiTierBucketCalculator
 from latentry.encode.prepare import Progress
+from latentry.encode.recipe import Recipe
 
 DATA = Path(__file__).parent / "data"
+SMALL = Recipe(max_pixels=128 * 128)
+"""A recipe that is quick on a CPU."""
 EXAMPLES = Path(__file__).parents[1] / "examples" / "pictures"
 
 
@@ -74,3 +77,12 @@ def sized(*sizes: int) -> SimpleNamespace:
     return bucketed(
         [((64 * (i + 1), 64), range(s, s + n)) for i, (s, n) in enumerate(zip(starts, sizes, strict=True))]
     )
+
+
+def rows_of(cache: Path) -> list[dict]:
+    shards = json.loads((cache / "metadata.json").read_text())["shards"]
+    return [row for shard in shards for row in json.loads((cache / shard).read_text())]
+
+
+def files_of(cache: Path) -> dict[str, int]:
+    return {p.relative_to(cache).as_posix(): p.stat().st_mtime_ns for p in cache.glob("*x*/*")}

@@ -99,15 +99,6 @@ class Task:
     """Whether its samples failed before; that they fail again says nothing new."""
 
 
-@dataclass(frozen=True, slots=True)
-class Commit:
-    """What became of a task: rows for the metadata, and what failed."""
-
-    task_id: str
-    rows: tuple[dict[str, object], ...]
-    failures: tuple[Failure, ...]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessorInfo:
     """What can be said of a processor without loading its model."""

@@ -10,7 +10,7 @@ import pytest
 import torch
 from helpers import edit_json
 
-from latentry.cache import index as index_module
+from latentry.cache.index import saved_index as index_module
 from latentry.errors import CacheError, CacheFileError, CacheNotFoundError, MetadataError
 from latentry.serve.dataset import TextToImageDataset
 from latentry.testing import make_image_cache
@@ -81,7 +81,7 @@ def read_all(cache):
         (
             lambda c: edit_rows(c, lambda rows: rows[0].update(cache_file="/a/..")),
             MetadataError,
-            "names no file",
+            "is not a file name",
         ),
     ],
 )
@@ -233,7 +233,9 @@ def test_a_kept_index_says_what_the_shards_say(indexed_cache, monkeypatch):
     from_shards = opened(indexed_cache)
     assert (indexed_cache / "index.arrow").exists()
     assert [p for p in indexed_cache.iterdir() if p.name.endswith(".tmp")] == []
-    monkeypatch.setattr(index_module, "_read_shards", lambda *_: pytest.fail("the index was not used"))
+    monkeypatch.setattr(
+        "latentry.cache.index.read_index_rows", lambda *_: pytest.fail("the index was not used")
+    )
     assert opened(indexed_cache) == from_shards
     moved = indexed_cache.rename(indexed_cache.parent / "moved")
     assert opened(moved) == from_shards

@@ -23,15 +23,14 @@ from safetensors import safe_open
 import latentry
 from latentry import Recipe, prepare, verify_cache
 from latentry.cache.convert import convert_cache
-from latentry.cache.packed import index as packed
-from latentry.cache.packed import shards
-from latentry.cache.packed.shards import StoredRow, write_shard
 from latentry.cache.read.batch_buffers import BatchBuffers
 from latentry.cache.read.buffer_pool import BufferPool
 from latentry.cache.read.file_contents import TensorLocation, read_contents
 from latentry.cache.read.read_threads import ReadThreads
 from latentry.cache.read.samples import OpenShards, row_buffers
-from latentry.cache.write import writers as writer
+from latentry.cache.write import file_writer as writer
+from latentry.cache.write import packed_index, packed_writer, shards
+from latentry.cache.write.shards import ShardRow, write_shard
 from latentry.cache.write.torch_file import torch_file_parts
 from latentry.cache.write.workspace import Workspace
 from latentry.cli import main
@@ -92,7 +91,10 @@ def test_a_run_into_shards_gives_what_a_run_into_files_gives(photos, tmp_path):
     assert verify_cache(cache).exit_status == 0
     metadata = json.loads((cache / "metadata.json").read_text())
     assert (metadata["shards"], metadata["total_items"], metadata["packed"]["version"]) == ([], 12, 2)
-    assert sorted(path.name for path in cache.iterdir() if path.is_file()) == ["index.arrow", "metadata.json"]
+    assert sorted(path.name for path in cache.iterdir() if path.is_file()) == [
+        "metadata.json",
+        "packed_index.arrow",
+    ]
     assert not (cache / ".latentry").exists()
 
 
@@ -100,7 +102,7 @@ def test_any_tool_opens_the_shards(photos, tmp_path):
     prepare(PACKED, image_dir=photos, output_dir=tmp_path / "cache")
     dataset = TextToImageDataset(tmp_path / "cache")
     for i in range(12):
-        place = dataset.index.place(i, "latents")
+        place = dataset.index.location(i, "latents")
         with safe_open(tmp_path / "cache" / place.file, framework="pt") as shard:
             assert torch.equal(shard.get_tensor(f"{place.row}.latent"), dataset[i]["latent"])
     names = set()
@@ -112,7 +114,7 @@ def test_any_tool_opens_the_shards(photos, tmp_path):
 
 @pytest.fixture
 def small_tasks(monkeypatch):
-    monkeypatch.setattr("latentry.encode.plan._MOST_IN_TASK", 2)
+    monkeypatch.setattr("latentry.encode.plan._MAX_TASK_SIZE", 2)
 
 
 @pytest.mark.slow
@@ -167,7 +169,7 @@ def test_the_same_command_again_changes_nothing(photos, tmp_path, monkeypatch):
     assert {path.name: path.read_bytes() for path in cache.rglob("*") if path.is_file()} == before
     stopped = tmp_path / "stopped"
     with monkeypatch.context() as patch:  # between publishing the metadata and sweeping
-        patch.setattr(Workspace, "sweep", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(Workspace, "remove_unused", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             prepare(PACKED, image_dir=photos, output_dir=stopped)
     prepare(PACKED, image_dir=photos, output_dir=stopped)
@@ -211,9 +213,9 @@ def test_verify_encodes_damaged_rows_again(photos, tmp_path):
 
 
 def test_shards_are_neither_small_nor_large(tmp_path, monkeypatch):
-    monkeypatch.setattr(writer, "USUAL_SHARD_BYTES", 40_000)
-    monkeypatch.setattr(writer, "LEAST_SHARD_BYTES", 20_000)
-    monkeypatch.setattr("latentry.cache.convert.USUAL_SHARD_BYTES", 1 << 30)
+    monkeypatch.setattr(packed_writer, "TARGET_SHARD_BYTES", 40_000)
+    monkeypatch.setattr(packed_writer, "MIN_SHARD_BYTES", 20_000)
+    monkeypatch.setattr("latentry.cache.convert.TARGET_SHARD_BYTES", 1 << 30)
     cache = make_image_cache(tmp_path / "files", {(256, 256): 60})
     convert_cache(cache, tmp_path / "packed")
     sizes = [path.stat().st_size for path in shards_of(tmp_path / "packed", "latents")]
@@ -225,15 +227,15 @@ def test_shards_are_neither_small_nor_large(tmp_path, monkeypatch):
 def test_rows_and_batches_are_aligned(tmp_path):
     """By 64 bytes, whatever the sizes in between: some processors copy badly between odd places."""
     rows = [
-        StoredRow({"tokens": torch.arange(77 + i), "flag": torch.ones(3, dtype=torch.bool), "big": torch.rand(9, 16)})
+        ShardRow({"tokens": torch.arange(77 + i), "flag": torch.ones(3, dtype=torch.bool), "big": torch.rand(9, 16)})
         for i in range(5)
     ]  # fmt: skip
     write_shard(tmp_path, ["shard.safetensors"], rows)
-    assert [row.place.offset % 64 for row in rows] == [0] * 5
+    assert [row.location.offset % 64 for row in rows] == [0] * 5
     assert [layout.name for layout in rows[0].layouts] == ["big", "tokens", "flag"]
     with safe_open(tmp_path / "shard.safetensors", "pt") as shard:
         for i, row in enumerate(rows):
-            assert torch.equal(shard.get_tensor(f"{i}.tokens"), torch.arange(77 + i)), row.place
+            assert torch.equal(shard.get_tensor(f"{i}.tokens"), torch.arange(77 + i)), row.location
     memory = BufferPool()
     for size in (1 << 18, (1 << 18) + 1, 1 << 22):
         assert memory.empty((size,), torch.uint8).data_ptr() % 64 == 0
@@ -284,17 +286,17 @@ def test_rows_of_any_tensors_come_back(tmp_path, described):
             if value.ndim > 1 and num_zeros:
                 value[..., -num_zeros:, :] = 0
             made[name] = value
-        rows.append(StoredRow(made))
+        rows.append(ShardRow(made))
         expected.append(made)
     write_shard(tmp_path, (f"{number}.safetensors" for number in range(1000)), rows)
     opened = OpenShards(tmp_path)
-    assert rows[0].place is not None
-    with safe_open(tmp_path / rows[0].place.file, framework="pt") as container:
+    assert rows[0].location is not None
+    with safe_open(tmp_path / rows[0].location.file, framework="pt") as container:
         for number, (row, tensors) in enumerate(zip(rows, expected, strict=True)):
-            assert row.place is not None
-            opened.check(row.place)
+            assert row.location is not None
+            opened.check(row.location)
             rooms = BatchBuffers(1, BufferPool())
-            opened.fill(row.place, row_buffers(0, row.place, set(tensors), rooms))
+            opened.fill(row.location, row_buffers(0, row.location, set(tensors), rooms))
             found = rooms.loaded([{}]).together
             for name, value in tensors.items():
                 assert found[name].dtype == value.dtype
@@ -349,7 +351,7 @@ def test_caches_of_the_other_tool_are_packed_as_they_are(nemo_image_cache, nemo_
 
 def test_a_stopped_conversion_goes_on(tmp_path, monkeypatch):
     source = make_image_cache(tmp_path / "files", {(256, 256): 11, (320, 192): 7}, shard_size=5)
-    monkeypatch.setattr("latentry.cache.convert.USUAL_SHARD_BYTES", 3 * 8192)
+    monkeypatch.setattr("latentry.cache.convert.TARGET_SHARD_BYTES", 3 * 8192)
     convert_cache(source, tmp_path / "undisturbed")
     stops = 0
     while True:
@@ -390,12 +392,12 @@ def test_clips_there_and_back_again(tmp_path):
 @pytest.mark.parametrize(
     ("key", "value", "says"),
     [
-        ("extra", [(1, 2)], r"extra is \[\(1, 2\)\], which packed cannot hold"),
-        ("extra", {"a": 1}, "which packed cannot hold"),
+        ("extra", [(1, 2)], r"extra is \[\(1, 2\)\], which packed cannot store"),
+        ("extra", {"a": 1}, "which packed cannot store"),
         ("extra", float("nan"), "extra is nan"),
         ("extra", torch.zeros(2, dtype=torch.complex64), "a tensor of torch.complex64"),
         ("extra", torch.eye(2).to_sparse(), "sparse"),
-        (3, 4, "a key that is no text"),
+        (3, 4, "a key that is not text"),
         ("latent", "none", "has neither latent nor video_latents"),
     ],
 )
@@ -440,7 +442,7 @@ def test_two_samples_never_become_one_file(tmp_path):
 
 def test_a_committed_shard_that_is_gone_is_written_again(tmp_path, monkeypatch):
     source = make_image_cache(tmp_path / "files", {(256, 256): 6})
-    monkeypatch.setattr("latentry.cache.convert.USUAL_SHARD_BYTES", 2 * 8192)
+    monkeypatch.setattr("latentry.cache.convert.TARGET_SHARD_BYTES", 2 * 8192)
 
     def stop(done, total):
         if done > 2:
@@ -448,7 +450,7 @@ def test_a_committed_shard_that_is_gone_is_written_again(tmp_path, monkeypatch):
 
     with pytest.raises(KeyboardInterrupt):
         convert_cache(source, tmp_path / "packed", on_progress=stop)
-    with pytest.raises(RunError, match="is being converted to; finish that first"):
+    with pytest.raises(RunError, match="unfinished conversion; finish it first"):
         prepare(PACKED, image_dir=EXAMPLES, output_dir=tmp_path / "packed")
     shards_of(tmp_path / "packed", "latents")[0].unlink()
     convert_cache(source, tmp_path / "packed")
@@ -464,7 +466,7 @@ def test_what_cannot_be_converted_is_said(tmp_path):
     with pytest.raises(CacheNotFoundError, match="there is no folder"):
         convert_cache(tmp_path / "nothing", tmp_path / "x")
     convert_cache(source, tmp_path / "packed")
-    with pytest.raises(RunError, match="holds a finished cache already"):
+    with pytest.raises(RunError, match="already holds a finished cache"):
         convert_cache(source, tmp_path / "packed")
     next(source.glob("*x*/*")).write_bytes(b"broken")
     with pytest.raises(CacheFileError, match="damaged"):
@@ -640,7 +642,7 @@ def spoil(path: Path, position: int) -> None:
 
 def test_bad_checksums_name_the_shard_and_the_row(both):
     dataset = TextToImageDataset(both[1])
-    place = dataset.index.place(5, "text")
+    place = dataset.index.location(5, "text")
     path = both[1] / place.file
     spoil(path, place.offset + 3)
     dataset[4]
@@ -656,7 +658,7 @@ def test_bad_checksums_name_the_shard_and_the_row(both):
 
 def test_shards_that_are_cut_or_gone(both):
     dataset = TextToImageDataset(both[1])
-    place = dataset.index.place(12, "latents")
+    place = dataset.index.location(12, "latents")
     path = both[1] / place.file
     path.write_bytes(path.read_bytes()[: place.offset + 10])
     with pytest.raises(CacheFileError, match=f"row {place.row}: the file ends before the row does"):
@@ -678,7 +680,7 @@ def test_no_place_leads_out_of_the_cache(both, tmp_path):
 
 @pytest.mark.slow
 def test_a_damaged_index_is_an_error_and_never_a_crash(both):
-    path = both[1] / "index.arrow"
+    path = both[1] / "packed_index.arrow"
     content = path.read_bytes()
     rng = random.Random(0)
     outcomes = {"read": 0, "refused": 0}
@@ -704,9 +706,9 @@ def test_metadata_that_does_not_fit_the_index(both):
     path = both[1] / "metadata.json"
     metadata = json.loads(path.read_text())
     for change, says in (
-        ({"version": 3}, "of version 3, not 2"),
+        ({"version": 3}, "has version 3; this release reads version 2"),
         ({"index": "../index.arrow"}, "leads outside"),
-        ({"index": "gone.arrow"}, "is absent"),
+        ({"index": "gone.arrow"}, "is missing"),
         ({"parts": ["latents"]}, "is not the index that metadata.json describes"),
         ({"layouts": [[["latent", "F9", [1], None]]]}, "is damaged"),
         ({"layouts": [[["latent", "F16", [1 << 40], None]]]}, "is damaged"),
@@ -715,7 +717,7 @@ def test_metadata_that_does_not_fit_the_index(both):
         ({"parts": ["text"]}, "is damaged"),
         ({"parts": ["latents", "other"]}, "is damaged"),
         ({"block_rows": 0}, "is damaged"),
-        ({"buckets": "none"}, "is damaged"),
+        ({"buckets": "none"}, "Expected `array`.*buckets"),
     ):
         path.write_text(json.dumps({**metadata, "packed": {**metadata["packed"], **change}}))
         with pytest.raises(CacheError, match=says):
@@ -726,9 +728,9 @@ def test_metadata_that_does_not_fit_the_index(both):
 
 
 def test_many_blocks(both, tmp_path, monkeypatch):
-    monkeypatch.setattr(packed, "BLOCK_ROWS", 4)
+    monkeypatch.setattr(packed_index, "BLOCK_ROWS", 4)
     convert_cache(both[0], tmp_path / "blocks")
-    monkeypatch.setattr(packed, "_BLOCKS_KEPT", 2)
+    monkeypatch.setattr("latentry.cache.index.packed_index._BLOCKS_KEPT", 2)
     assert_same_batches(build_images, both[0], tmp_path / "blocks", batch_size=4, num_workers=0)
 
 
@@ -832,7 +834,7 @@ def test_pipes_and_folders_are_not_waited_for(both):
 
 def test_an_unknown_kind_of_tensor_is_refused():
     with pytest.raises(TypeError, match="complex64"):
-        StoredRow({"x": torch.zeros(2, dtype=torch.complex64)})
+        ShardRow({"x": torch.zeros(2, dtype=torch.complex64)})
     assert shards.checksum([b"ab", b"c"]) == shards.checksum([b"abc"])
 
 

@@ -78,7 +78,7 @@ def flux_recipe(folder: Path, side: int, output_format: str = "meta") -> Recipe:
 def test_stopped_and_gone_on_with_the_cache_is_the_same(
     output_format, photos, tmp_path, flux_folder, monkeypatch
 ):
-    for name in ("TASK_SIZE", "_MOST_IN_TASK"):
+    for name in ("TASK_SIZE", "_MAX_TASK_SIZE"):
         monkeypatch.setattr(plan, name, 8)
     recipe = flux_recipe(flux_folder, 256, output_format)
     options = {"image_dir": photos, "devices": "cuda:0"}

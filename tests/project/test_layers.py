@@ -16,11 +16,11 @@ SOURCE = Path(latentry.__file__).parent
 
 LAYERS = [
     "errors", "types", "seeds", "hardware", "storage", "buckets",
-    "cache.format", "cache.packed", "cache.index", "cache.read", "cache.checks", "cache.write",
-    "serve.batch", "serve.order", "serve.sampler", "serve.dataset", "serve.collate", "serve.loader", "serve.config",
-    "sources", "media", "processors.fused", "processors", "encode.recipe", "encode.plan", "encode.device",
-    "encode.caption_batches", "encode.pipeline", "engines", "report", "cache.convert", "encode.verify", "encode.prepare",
-    "testing", "cli", "__main__",
+    "cache.packed_format", "cache.format", "cache.index", "cache.read", "cache.checks", "cache.write",
+    "cache.convert", "serve.batch", "serve.order", "serve.sampler", "serve.dataset", "serve.collate", "serve.loader",
+    "serve.config", "sources", "media", "processors.fused", "processors", "encode.recipe", "encode.plan", "encode.device",
+    "encode.caption_batches", "encode.read_ahead", "encode.batch_encoder", "encode.pipeline", "engines", "report",
+    "encode.verify", "encode.prepare", "testing", "cli", "__main__",
 ]  # fmt: skip
 """From the first layer to the last: a module imports only from its own layer or from earlier ones."""
 

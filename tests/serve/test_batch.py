@@ -56,7 +56,7 @@ def test_a_collate_function_may_change_items(both, form):
     assert batch["metadata"]["prompts"] == [f"{prompt}!" for prompt in whole["metadata"]["prompts"]]
     assert_same_items(collate_fn_text_to_image([dataset[row] for row in rows]), whole)
     del changed[1]["prompt_embeds"]
-    places = [re.escape(dataset.samples.where(row)) for row in rows]
+    places = [re.escape(dataset.samples.describe(row)) for row in rows]
     with pytest.raises(
         CacheFileError, match=rf"{places[1]}: prompt_embeds is absent, but \[.*{places[2]}.* must stack"
     ):
@@ -148,7 +148,7 @@ def test_samples_of_a_batch_that_are_not_alike(tmp_path, packed):
     change(paths[3], latent=torch.zeros(4, 16, 32))
     dataset = served()
     with pytest.raises(
-        CacheFileError, match=rf"{re.escape(dataset.samples.where(3))}: .* not a scaled-down 256x256"
+        CacheFileError, match=rf"{re.escape(dataset.samples.describe(3))}: .* not a scaled-down 256x256"
     ):
         dataset.__getitems__([0, 1, 2, 3])
 

@@ -1,13 +1,12 @@
-"""From files of their own to shards and back: the same samples in another form, and nothing lost on the way.
+"""Converting a cache between one file per sample and packed shards, without loss.
 
-The new cache is written beside the old one, task by task; stopped anywhere, the same command goes on. There and
-back again gives the same files, byte for byte, where Latentry wrote them.
+The new cache is written beside the old one, task by task, and an interrupted conversion can be resumed. Converting
+there and back gives the same files, byte for byte, where Latentry wrote them.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -15,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
 from latentry.buckets import aspect_name
@@ -23,28 +23,34 @@ from latentry.cache.format import (
     OUTPUT_FORMATS,
     PACKED,
     TASK_SIZE,
-    MetadataRows,
+    CacheMetadata,
+    Row,
     file_name,
     recipe_fingerprint,
+    row_from_dict,
 )
-from latentry.cache.index import open_index
-from latentry.cache.packed.index import PackedIndex
-from latentry.cache.packed.shards import CONTAINER_DTYPES, USUAL_SHARD_BYTES
+from latentry.cache.index import PackedIndex, open_index
+from latentry.cache.index.rows import MetadataRows
+from latentry.cache.packed_format import SAFETENSORS_DTYPES
 from latentry.cache.read.samples import Samples, open_samples
+from latentry.cache.write.commits import Commit
+from latentry.cache.write.sample_data import SampleData
+from latentry.cache.write.shards import TARGET_SHARD_BYTES
+from latentry.cache.write.task_writer import WriterThreads, task_writer
 from latentry.cache.write.workspace import Workspace
-from latentry.cache.write.writers import Threads, task_writer
-from latentry.errors import CacheFileError, ConfigError, RunError
+from latentry.errors import CacheFileError, ConfigError, MetadataError, RunError
 from latentry.storage import content_digest
-from latentry.types import Commit
 
-Row = dict[str, Any]
-_WRITER_THREADS = 4
-_PLACED = ("cache_file", "file_bytes", "file_digest", "packed_row")
-"""What a row says of where its sample is stored."""
+_NUM_WRITER_THREADS = 4
+_DEFAULT_SHARD_SIZE = 10_000
+_MAX_DEPTH = 8
+"""How deep lists in a torch file may be nested."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ConvertResult:
+    """What a conversion wrote."""
+
     output_dir: Path
     output_format: str
     num_samples: int
@@ -64,9 +70,16 @@ def convert_cache(
     *,
     on_progress: Callable[[int, int], None] = lambda *_: None,
 ) -> ConvertResult:
-    """Write a finished cache of any kind anew, in another form.
+    """Write a finished cache again, in another format. The old one is not changed.
 
     >>> convert_cache("cache", "packed_cache", "packed")
+
+    Args:
+        cache_dir: The cache to convert, written by Latentry or by NeMo AutoModel.
+        output_dir: The folder of the new cache; created if missing. If a conversion into it was interrupted, the
+            same call resumes it.
+        output_format: ``packed``, ``meta``, ``pt`` or ``safetensors``.
+        on_progress: Called with the number of converted samples and the number of all samples.
     """
     if output_format not in OUTPUT_FORMATS:
         raise ConfigError(
@@ -75,138 +88,147 @@ def convert_cache(
     source, output = (Path(path).expanduser().absolute() for path in (cache_dir, output_dir))
     if source.resolve() == output.resolve():
         raise ConfigError(f"{output} is the cache itself; convert it into another folder")
-    old = _Source(source)
-    old.check_names(output_format)
-    plan = {"converted": {"source": old.signature, "output_format": output_format}}
+    old = _OldCache(source, output_format)
+    old.check_names()
+    recipe = {"converted": {"source": old.signature, "output_format": output_format}}
     with Workspace.opened(output) as workspace:
-        _check_target(workspace, plan, source)
-        workspace.begin(plan, overwrite=False)
+        _check_output(workspace, recipe, source, output_format)
+        workspace.begin(recipe, overwrite=False)
         numbered: list[tuple[int, Row]] = []
-        with Threads.running(_WRITER_THREADS) as threads:
-            for task_id, bucket, numbers in old.tasks(output_format):
-                if not workspace.holds(task_id):
+        with WriterThreads.running(_NUM_WRITER_THREADS) as threads:
+            for task_id, bucket, numbers in old.tasks():
+                if not workspace.is_committed(task_id):
                     writer = task_writer(output, output_format, bucket, task_id, threads)
                     for number in numbers:
-                        writer.add(*old.sample(number, output_format))
+                        writer.add(*old.sample(number))
                     writer.finish()
                     workspace.commit(Commit(task_id, tuple(writer.rows()), ()))
-                orders = [old.order(number) for number in numbers]
-                numbered += zip(orders, workspace.committed([task_id]), strict=True)
+                positions = [old.position(number) for number in numbers]
+                numbered += zip(positions, workspace.committed_rows([task_id]), strict=True)
                 on_progress(len(numbered), len(old))
         rows = [row for _, row in sorted(numbered, key=lambda pair: pair[0])]
-        workspace.finish(rows, (), old.shard_size, old.header(output_format))
+        workspace.finish(rows, (), old.shard_size, old.new_metadata())
     size = sum(path.stat().st_size for path in output.rglob("*") if path.is_file())
     return ConvertResult(
         output_dir=output, output_format=output_format, num_samples=len(rows), size_bytes=size
     )
 
 
-def _check_target(workspace: Workspace, plan: Row, source: Path) -> None:
-    begun = workspace.begun()
-    if begun is None and (workspace.folder / METADATA_NAME).exists():
-        raise RunError(f"{workspace.folder} holds a finished cache already; choose another output_dir")
-    if begun is not None and begun != plan:
+def _check_output(workspace: Workspace, recipe: dict[str, Any], source: Path, output_format: str) -> None:
+    unfinished = workspace.unfinished_recipe()
+    if unfinished is None and (workspace.folder / METADATA_NAME).exists():
+        raise RunError(f"{workspace.folder} already holds a finished cache; choose another output_dir")
+    if unfinished is not None and unfinished != recipe:
         raise RunError(
-            f"{workspace.folder} holds something else than {source} on its way to {plan['converted']['output_format']}; "
-            "choose another output_dir"
+            f"{workspace.folder} holds an unfinished run other than the conversion of {source} to "
+            f"{output_format}; choose another output_dir"
         )
 
 
-class _Source:
+class _OldCache:
     """The cache that is converted."""
 
-    def __init__(self, cache_dir: Path) -> None:
+    def __init__(self, cache_dir: Path, output_format: str) -> None:
+        self._cache_dir = cache_dir
+        self._output_format = output_format
         self._index = open_index(cache_dir, aspect_name)
         self._samples: Samples = open_samples(cache_dir, self._index)
-        self._metadata: Row = json.loads((cache_dir / METADATA_NAME).read_text(encoding="utf-8"))
+        self._metadata = self._index.metadata
         self.signature = f"{self._index.fingerprint} {content_digest(cache_dir / METADATA_NAME)}"
-        shard_size = self._metadata.get("shard_size")
-        self.shard_size = shard_size if isinstance(shard_size, int) and shard_size > 0 else 10_000
+        self.shard_size = self._metadata.shard_size or _DEFAULT_SHARD_SIZE
         self._rows: MetadataRows | None = None
         if not isinstance(self._index, PackedIndex):
-            self._rows = MetadataRows(cache_dir, self._index.metadata.shards, self._index.shard_lengths)
+            self._rows = MetadataRows(cache_dir, self._metadata.shards, self._index.shard_lengths)
 
     def __len__(self) -> int:
         return len(self._index)
 
-    def tasks(self, output_format: str) -> Iterator[tuple[str, tuple[int, int], list[int]]]:
-        """Rows of one bucket at a time, as many as go into a shard, each such group with a name."""
+    def tasks(self) -> Iterator[tuple[str, tuple[int, int], list[int]]]:
+        """(task id, bucket, row numbers): rows of one bucket, as many as fill a shard."""
         groups: Sequence[Iterable[int]] = self._index.rows_by_shape()
         for shape, numbers in zip(self._index.shapes, groups, strict=True):
             rows = [int(number) for number in numbers]
             size = TASK_SIZE
-            if output_format == PACKED:
-                size = max(1, USUAL_SHARD_BYTES // _latent_bytes(self._samples.load(rows[0])))
+            if self._output_format == PACKED:
+                size = max(1, TARGET_SHARD_BYTES // _latent_bytes(self._samples.load(rows[0])))
             for start in range(0, len(rows), size):
                 part = rows[start : start + size]
-                text = f"{self.signature} {output_format} {shape} {start} {size}"
+                text = f"{self.signature} {self._output_format} {shape} {start} {size}"
                 task_id = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
                 yield task_id, (shape.width, shape.height), part
 
-    def check_names(self, output_format: str) -> None:
-        """An error if two samples would get the same file."""
+    def check_names(self) -> None:
+        """Raise an error if two samples would get the same file."""
+        if self._output_format == PACKED:
+            return
         seen: dict[tuple[str, str], str] = {}
-        for number in range(len(self) if output_format != PACKED else 0):
+        for number in range(len(self)):
             name = self._name(number)
-            place = (self._index.shape(number).folder, Path(name).stem)
-            if seen.setdefault(place, name) != name:
+            new_file = (self._index.shape(number).folder, Path(name).stem)
+            if seen.setdefault(new_file, name) != name:
                 raise ConfigError(
-                    f"{'/'.join(place)} would be the file of two samples, {seen[place]} and {name}; rename one, or "
-                    "convert to packed"
+                    f"{'/'.join(new_file)} would be the file of two samples, {seen[new_file]} and {name}; rename "
+                    "one, or convert to packed"
                 )
 
-    def sample(self, number: int, output_format: str) -> tuple[str, Row, Row]:
-        """Its name, its row without what is said of where it is stored, and its dictionary."""
-        row = self._index.row(number) if isinstance(self._index, PackedIndex) else self._row(number)
-        kept = {key: value for key, value in row.items() if key not in _PLACED}
-        kept.setdefault("bucket_resolution", row.get("bucket_resolution") or row.get("crop_resolution"))
+    def sample(self, number: int) -> tuple[str, Row, SampleData]:
+        """A sample's name, its row without storage fields, and its dictionary."""
         data = self._samples.load(number)
         for key, value in data.items():
-            if problem := _problem(key, value, output_format):
+            if problem := _problem(key, value, self._output_format):
                 raise CacheFileError(
-                    f"{self._samples.where(number)}: {key} is {problem}, which {output_format} cannot hold"
+                    f"{self._samples.describe(number)}: {key} is {problem}, which {self._output_format} cannot store"
                 )
         if not isinstance(data.get("latent", data.get("video_latents")), torch.Tensor):
-            raise CacheFileError(f"{self._samples.where(number)} has neither latent nor video_latents")
-        return self._name(number), {"cache_file": "", **kept}, data
+            raise CacheFileError(f"{self._samples.describe(number)} has neither latent nor video_latents")
+        return self._name(number), self._row(number), data
 
     def _row(self, number: int) -> Row:
-        assert self._rows is not None
-        return self._rows[number]
+        if isinstance(self._index, PackedIndex):
+            written = self._index.row(number)
+        else:
+            assert self._rows is not None
+            written = self._rows[number]
+        try:
+            row = row_from_dict({**written, "cache_file": ""})
+        except msgspec.ValidationError as error:
+            raise MetadataError(f"{self._cache_dir}, row {number}: {error}") from None
+        return msgspec.structs.replace(row, bucket_resolution=row.bucket, file_bytes=-1, file_digest="")
 
     def _name(self, number: int) -> str:
         if isinstance(self._index, PackedIndex):
             return self._index.entry(number).name
         return file_name(self._index.relative_file(number))
 
-    def order(self, number: int) -> int:
-        """Where the sample stands in the order of rows."""
+    def position(self, number: int) -> int:
+        """The sample's position in the order of rows."""
         return self._index.number(number) if isinstance(self._index, PackedIndex) else number
 
-    def header(self, output_format: str) -> Row:
-        """What ``metadata.json`` keeps of the old one; the recipe is the one that would make the new one."""
-        left_out = ("total_items", "num_shards", "shard_size", "shards", "format_version", PACKED)
-        header = {key: value for key, value in self._metadata.items() if key not in left_out}
-        if isinstance(header.get("recipe"), dict):
-            header["recipe"] = {**header["recipe"], "output_format": output_format}
-            header["fingerprint"] = recipe_fingerprint(header["recipe"])
-        return header
+    def new_metadata(self) -> CacheMetadata:
+        """The new cache's metadata. Its recipe is the one that would have made it directly."""
+        metadata = self._metadata
+        if metadata.recipe is not None:
+            recipe = {**metadata.recipe, "output_format": self._output_format}
+            metadata = msgspec.structs.replace(
+                metadata, recipe=recipe, fingerprint=recipe_fingerprint(recipe)
+            )
+        return metadata
 
 
 def _problem(key: Any, value: Any, output_format: str) -> str | None:
-    """What is wrong with an entry of a sample's dictionary; anything odd would be lost or changed on the way."""
-    as_pickle = output_format in ("pt", "meta")
+    """Why an entry of a sample's dictionary cannot be stored unchanged; None if it can."""
+    as_torch_file = output_format in ("pt", "meta")
     if type(key) is not str:
-        return f"under a key that is no text ({key!r})"
+        return f"under a key that is not text ({key!r})"
     if isinstance(value, torch.Tensor):
-        known = as_pickle or value.dtype in CONTAINER_DTYPES.values()
+        known = as_torch_file or value.dtype in SAFETENSORS_DTYPES.values()
         plain = value.layout == torch.strided and not value.is_neg() and not value.is_conj()
         return None if known and plain else f"a tensor of {value.dtype}, {value.layout}"
-    return None if _is_plain(value, depth=8 if as_pickle else 1) else f"{value!r}"[:80]
+    return None if _is_plain(value, depth=_MAX_DEPTH if as_torch_file else 1) else f"{value!r}"[:80]
 
 
 def _is_plain(value: Any, depth: int) -> bool:
-    """CaptionBatches, numbers, truth values, None, and lists or tuples of them, so many deep."""
+    """Whether the value is text, a number, a boolean, None, or a list or tuple of these, nested up to ``depth``."""
     if isinstance(value, (list, tuple)):
         return depth > 0 and all(_is_plain(item, depth - 1) for item in value)
     if isinstance(value, str):
@@ -216,6 +238,6 @@ def _is_plain(value: Any, depth: int) -> bool:
     return value is None or isinstance(value, (bool, int))
 
 
-def _latent_bytes(data: Row) -> int:
+def _latent_bytes(data: SampleData) -> int:
     latents = data.get("latent", data.get("video_latents"))
     return int(latents.nbytes) if isinstance(latents, torch.Tensor) and latents.numel() else 1

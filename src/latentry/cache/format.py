@@ -1,54 +1,51 @@
-"""``metadata.json`` and its shards, as NeMo AutoModel's tool and Latentry write them.
+"""The files of a cache: their names, the row of a sample, and ``metadata.json``.
 
-Rows are decoded straight into small typed structs (ten times quicker than ``json.load``, and the
-fields nobody asked for are never built), so a missing or mistyped field is noticed on opening and
-named with its shard and row. The full rows are read again only if somebody looks at one.
+Rows and ``metadata.json`` are typed records. Each has one reader and one writer, here. Keys that Latentry does
+not know, written by another tool, are kept in ``other`` and written back unchanged.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from abc import abstractmethod
-from bisect import bisect_right
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import accumulate
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar, overload
+from typing import Any, TypeVar
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
+from latentry.cache.packed_format import PACKED_VERSION, PackedEntry, PackedHeader
 from latentry.errors import CacheNotFoundError, MetadataError
 from latentry.storage import inside
 
+FORMAT_VERSION = 1
 METADATA_NAME = "metadata.json"
+FAILURES_NAME = "failures.jsonl"
 PACKED = "packed"
 OUTPUT_FORMATS = ("meta", "pt", "safetensors", PACKED)
 PLAIN_VALUES_KEY = "latentry"
+"""The key in a safetensors file's header under which a sample's plain values are stored as JSON."""
 TASK_SIZE = 256
-ALIGNMENT = 64
-"""In bytes, of what batches are read into and of what shards hold; ``torch.save`` has the same. On some processors a
-copy takes five times as long where it moves bytes by less than 32 positions within a page."""
+"""Samples in a task, where each sample has its own file."""
 
 T = TypeVar("T")
+RecordT = TypeVar("RecordT", "Row", "CacheMetadata")
+Json = dict[str, Any]
+"""A JSON object."""
 
 
-class GlobalMetadata(msgspec.Struct, kw_only=True):
-    """The part of ``metadata.json`` that reading a cache depends on."""
-
-    shards: list[str]
-    total_items: int | None = None
-    model_type: str | None = None
-    processor: str | None = None
-    packed: dict[str, Any] | None = None
-    """Where samples lie in shards instead of files of their own: what ``packed`` knows about it."""
+# ---- rows -----------------------------------------------------------------------------------
 
 
-class Row(msgspec.Struct, gc=False):
-    """The part of a sample's row that finding and grouping it depends on."""
+class IndexRow(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
+    """The fields of a row that finding and grouping samples depends on.
+
+    Decoding only these is several times faster than decoding whole rows.
+    """
 
     cache_file: str
+    """Where the file was written. Only its last part is used: the cache may have been moved."""
     bucket_resolution: tuple[int, int] | None = None
     crop_resolution: tuple[int, int] | None = None
     """What early image caches call ``bucket_resolution``."""
@@ -56,40 +53,194 @@ class Row(msgspec.Struct, gc=False):
     num_frames: int | None = None
 
 
-_decode_rows = msgspec.json.Decoder(list[Row]).decode
-_decode_global = msgspec.json.Decoder(GlobalMetadata).decode
+class Row(IndexRow, kw_only=True, omit_defaults=True):
+    """One sample's metadata. Rows of other tools lack the ``source_…`` fields."""
+
+    image_path: str | None = None
+    video_path: str | None = None
+    original_resolution: tuple[int, int] | None = None
+    prompt: str | None = None
+    bucket_id: int | UnsetType | None = UNSET
+    pixels: int | None = None
+    model_type: str | None = None
+    frame_index: int | None = None
+    """In frames mode: the sample's number among those of its video."""
+    total_frames_extracted: int | None = None
+    source_frame_index: int | None = None
+    sample_name: str = ""
+    """Identifies the sample within its source."""
+    caption_source: str = ""
+    source_name: str = ""
+    """The input file, relative to the source."""
+    source_bytes: int = -1
+    source_modified_ns: int = -1
+    source_digest: str = ""
+    file_bytes: int = -1
+    file_digest: str = ""
+    packed: PackedEntry | None = None
+    """Set where the sample is stored in shards."""
+    other: Json = msgspec.field(default_factory=dict)
+    """Keys that Latentry does not know."""
+
+    @property
+    def bucket(self) -> tuple[int, int]:
+        """(width, height). Raises ``MetadataError`` if the row has none."""
+        found = self.bucket_resolution or self.crop_resolution
+        if found is None:
+            raise MetadataError(f"the row of {self.cache_file} has no bucket_resolution")
+        return found
+
+    @property
+    def media_path(self) -> str | None:
+        """The input's path on the machine that encoded it."""
+        return self.image_path if self.image_path is not None else self.video_path
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """The files that hold the sample's data, relative to the cache."""
+        if self.packed is not None:
+            return tuple(location.file for location in self.packed.locations.values())
+        return (relative_path(self.bucket, self.cache_file),)
+
+    def to_dict(self) -> Json:
+        """The row as it is written, its keys in the documented order."""
+        return _to_dict(self, _ROW_KEYS)
 
 
-def read_global_metadata(cache_dir: Path) -> GlobalMetadata:
+_ROW_KEYS = (
+    "cache_file", "image_path", "video_path", "bucket_resolution", "crop_resolution", "original_resolution", "prompt",
+    "bucket_id", "aspect_ratio", "pixels", "model_type", "num_frames", "frame_index", "total_frames_extracted",
+    "source_frame_index", "sample_name", "caption_source", "source_name", "source_bytes", "source_modified_ns",
+    "source_digest", "file_bytes", "file_digest", "packed",
+)  # fmt: skip
+
+
+def row_from_dict(data: Json) -> Row:
+    """The typed row. Raises ``msgspec.ValidationError`` if a field has the wrong type."""
+    return _from_dict(data, Row, _ROW_KEYS)
+
+
+def relative_path(bucket: tuple[int, int], cache_file: str) -> str:
+    """Where a sample's file is, relative to the cache: by its bucket's folder and its name alone."""
+    return f"{bucket[0]}x{bucket[1]}/{file_name(cache_file)}"
+
+
+def file_name(path: str) -> str:
+    """The last part of a path, which may come from any operating system."""
+    return path.replace("\\", "/").rsplit("/", 1)[-1]
+
+
+def read_index_rows(cache_dir: Path, shard: str) -> list[IndexRow]:
+    """The rows of one metadata shard, reduced to what an index needs."""
+    return _decode(shard_path(cache_dir, shard), msgspec.json.Decoder(list[IndexRow]).decode)
+
+
+def read_row_dicts(cache_dir: Path, shard: str) -> list[Json]:
+    """The rows of one metadata shard as they are written."""
+    return _decode(shard_path(cache_dir, shard), msgspec.json.Decoder(list[Json]).decode)
+
+
+def shard_path(cache_dir: Path, shard: str) -> Path:
+    """The path of a metadata shard that ``metadata.json`` lists."""
+    path = inside(cache_dir, shard)
+    if not path.is_file():
+        raise CacheNotFoundError(f"{cache_dir / METADATA_NAME} lists {shard}, but that file is missing")
+    return path
+
+
+# ---- metadata.json --------------------------------------------------------------------------
+
+
+class CacheMetadata(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """The content of ``metadata.json``."""
+
+    processor: str | None = None
+    model_name: str | None = None
+    model_type: str | None = None
+    caption_field: str | UnsetType | None = UNSET
+    max_pixels: int | None = None
+    caption_format: str | None = None
+    mode: str | None = None
+    recipe: Json | None = None
+    """The resolved recipe that made the cache; None for caches of other tools."""
+    fingerprint: str | None = None
+    """Identifies the recipe."""
+    total_items: int | None = None
+    num_shards: int | None = None
+    shard_size: int | None = None
+    shards: list[str]
+    """The metadata shards, in order."""
+    format_version: int | None = None
+    packed: PackedHeader | None = None
+    """Set where samples are stored in shards."""
+    other: Json = msgspec.field(default_factory=dict)
+    """Keys that Latentry does not know."""
+
+    def to_json(self) -> str:
+        """The file's content, its keys in the documented order."""
+        return json.dumps(_to_dict(self, _METADATA_KEYS), indent=2)
+
+
+_METADATA_KEYS = tuple(name for name in CacheMetadata.__struct_fields__ if name != "other")
+
+
+class _PackedVersion(msgspec.Struct):
+    version: Any = None
+
+
+class _Versions(msgspec.Struct):
+    packed: _PackedVersion | None = None
+
+
+def read_metadata(cache_dir: Path) -> CacheMetadata:
     """Read ``metadata.json``; errors say what the folder lacks to be a cache."""
     if not cache_dir.is_dir():
-        raise CacheNotFoundError(f"there is no folder {cache_dir}; cache_dir must name a finished cache")
+        raise CacheNotFoundError(f"there is no folder {cache_dir}; cache_dir must be a finished cache")
     path = inside(cache_dir, METADATA_NAME)
     if not path.is_file():
         raise CacheNotFoundError(
             f"{cache_dir} has no {METADATA_NAME}: it is not a cache, or its preprocessing has not finished"
         )
-    metadata = _decode(path, _decode_global)
+    metadata = _decode(path, _decode_metadata)
     if not metadata.shards and metadata.packed is None:
         raise MetadataError(f"{path} lists no shards: the cache is empty")
+    if metadata.packed is not None:
+        try:
+            metadata.packed.check()
+        except ValueError as error:
+            raise MetadataError(f"{path}: the description of the packed index is damaged: {error}") from None
     return metadata
 
 
-def read_rows(cache_dir: Path, shard: str) -> list[Row]:
-    """The rows of one shard, checked."""
-    return _decode(_shard_path(cache_dir, shard), _decode_rows)
+def _decode_metadata(content: bytes) -> CacheMetadata:
+    versions = msgspec.json.decode(content, type=_Versions)
+    if versions.packed is not None and versions.packed.version != PACKED_VERSION:
+        raise msgspec.ValidationError(
+            f"the packed index has version {versions.packed.version}; this release reads version {PACKED_VERSION}"
+        )
+    return _from_dict(msgspec.json.decode(content, type=Json), CacheMetadata, _METADATA_KEYS)
 
 
 def recipe_fingerprint(recipe: Mapping[str, Any]) -> str:
-    """Identifies a resolved recipe, as it is recorded in a cache."""
+    """Identifies a resolved recipe as it is recorded in a cache."""
     return hashlib.blake2b(json.dumps(recipe, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
-def _shard_path(cache_dir: Path, shard: str) -> Path:
-    path = inside(cache_dir, shard)
-    if not path.is_file():
-        raise CacheNotFoundError(f"{cache_dir / METADATA_NAME} lists {shard}, but that file is absent")
-    return path
+# ---- both -----------------------------------------------------------------------------------
+
+
+def _to_dict(record: Row | CacheMetadata, keys: tuple[str, ...]) -> Json:
+    found = msgspec.to_builtins(record)
+    known = {key: found[key] for key in keys if key in found}
+    return {key: list(v) if isinstance(v, tuple) else v for key, v in known.items()} | record.other
+
+
+def _from_dict(data: Json, kind: type[RecordT], keys: tuple[str, ...]) -> RecordT:
+    known = {key: value for key, value in data.items() if key in keys}
+    record = msgspec.convert(known, kind)
+    if len(known) < len(data):
+        record.other = {key: value for key, value in data.items() if key not in keys}
+    return record
 
 
 def _decode(path: Path, decode: Callable[[bytes], T]) -> T:
@@ -99,65 +250,3 @@ def _decode(path: Path, decode: Callable[[bytes], T]) -> T:
         raise MetadataError(f"{path}: {str(error).replace('`$', '`').replace('`[', '`row [')}") from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise MetadataError(f"{path} is not valid JSON ({error}); it may be truncated") from None
-
-
-class LazyRows(Sequence[dict[str, Any]]):
-    """Rows as dictionaries, each made when it is looked at."""
-
-    @abstractmethod
-    def _row(self, position: int) -> dict[str, Any]:
-        """The row at this position, which exists."""
-
-    @overload
-    def __getitem__(self, index: int) -> dict[str, Any]: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[dict[str, Any]]: ...
-    def __getitem__(self, index: int | slice) -> dict[str, Any] | list[dict[str, Any]]:
-        if isinstance(index, slice):
-            return [self._row(i) for i in range(*index.indices(len(self)))]
-        return self._row(range(len(self))[index])
-
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        return (self._row(i) for i in range(len(self)))
-
-
-class MetadataRows(LazyRows):
-    """The rows of a cache of files, read from their shards.
-
-    ``cache_file`` is where the file is now, not where it was written. A few shards stay in memory,
-    so walking through in order is quick and hopping about is not.
-    """
-
-    _SHARDS_KEPT = 4
-
-    def __init__(self, cache_dir: Path, shards: Sequence[str], shard_lengths: Sequence[int]) -> None:
-        self._cache_dir = cache_dir
-        self._shards = shards
-        self._ends = list(accumulate(shard_lengths))
-        self._kept: OrderedDict[int, list[dict[str, Any]]] = OrderedDict()
-
-    def __len__(self) -> int:
-        return self._ends[-1] if self._ends else 0
-
-    def _row(self, position: int) -> dict[str, Any]:
-        shard = bisect_right(self._ends, position)
-        start = self._ends[shard - 1] if shard else 0
-        row = self._rows(shard)[position - start]
-        width, height = row.get("bucket_resolution") or row["crop_resolution"]
-        return {
-            **row,
-            "cache_file": str(self._cache_dir / f"{width}x{height}" / file_name(row["cache_file"])),
-        }
-
-    def _rows(self, shard: int) -> list[dict[str, Any]]:
-        if shard not in self._kept:
-            path = _shard_path(self._cache_dir, self._shards[shard])
-            self._kept[shard] = _decode(path, msgspec.json.Decoder(list[dict[str, Any]]).decode)
-            if len(self._kept) > self._SHARDS_KEPT:
-                self._kept.popitem(last=False)
-        return self._kept[shard]
-
-
-def file_name(cache_file: str) -> str:
-    """The last part of a path that may come from any machine."""
-    return cache_file.replace("\\", "/").rsplit("/", 1)[-1]

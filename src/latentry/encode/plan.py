@@ -1,8 +1,8 @@
-"""From a recipe and a folder to a plan: every input's fate, before a single pixel is decoded.
+"""From a recipe and a list of files to a plan: what happens to every input, before any pixel is decoded.
 
-Planning reads headers and captions only. What the cache already holds, unchanged, is done; what cannot be
-read is a failure with its reason; the rest is cut into tasks. The cutting depends on names alone, so a run
-that was stopped and one that was not form the same batches, and batches decide the last bit of a latent.
+Planning reads headers and captions only. An input that the cache already holds unchanged is done. An input that cannot
+be read is a failure with its reason. The rest is cut into tasks. The cut depends on names only, so an interrupted run and
+an undisturbed one form the same batches; the batches decide the last bits of a latent.
 """
 
 from __future__ import annotations
@@ -14,11 +14,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
-from latentry.cache.format import PACKED, TASK_SIZE
-from latentry.cache.packed.shards import USUAL_SHARD_BYTES
-from latentry.encode.recipe import BucketChooser, ResolvedRecipe
+import numpy as np
+
+from latentry.buckets import MultiTierBucketCalculator
+from latentry.cache.format import PACKED, TASK_SIZE, Row
+from latentry.cache.write.shards import TARGET_SHARD_BYTES
+from latentry.encode.recipe import ResolvedRecipe
 from latentry.errors import MediaError
 from latentry.media.reader import Extent, MediaReader
 from latentry.sources.captions import CaptionFinder
@@ -34,25 +36,25 @@ from latentry.types import (
     bucket_name,
 )
 
-_MOST_IN_TASK = 8192
+_MAX_TASK_SIZE = 8192
 _PROBE_THREADS = 8
 _PROBE_CHUNK = 32
-"""Files that a thread looks at before it reports; handing over single ones costs more than reading headers."""
+"""Files per call in a thread. Submitting single files costs more than reading their headers."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """What is to be done, and what became of every input that needs nothing done."""
+    """The tasks to run, and what happens to every input that needs no work."""
 
     tasks: tuple[Task, ...]
-    done: Mapping[str, Mapping[str, Any]]
-    """Sample name to row, for what the cache holds unchanged."""
+    done: Mapping[str, Row]
+    """Sample name to row, for samples that the cache holds unchanged."""
     skipped: tuple[Failure, ...]
-    """Inputs whose headers already say that they cannot be encoded."""
+    """Inputs whose headers already show that they cannot be encoded."""
     files: frozenset[str]
     """The names of all inputs."""
     vanished: tuple[str, ...]
-    """Samples of the cache whose file the source no longer has."""
+    """Samples of the cache whose input no longer exists."""
     captions: Counter[str] = field(default_factory=Counter)
     caption_problems: Mapping[str, str] = field(default_factory=dict)
 
@@ -61,81 +63,81 @@ class Plan:
         return sum(len(task.samples) for task in self.tasks)
 
     def buckets(self) -> dict[Bucket, int]:
-        """Samples per bucket once the plan is carried out, smallest bucket first."""
+        """Samples per bucket after the run, smallest bucket first."""
         planned = Counter({task.bucket: 0 for task in self.tasks})
         for task in self.tasks:
             planned[task.bucket] += len(task.samples)
         return count_buckets(self.done.values(), planned)
 
 
-def count_buckets(
-    rows: Iterable[Mapping[str, Any]], more: Mapping[Bucket, int] | None = None
-) -> dict[Bucket, int]:
-    """Rows per bucket, smallest bucket first."""
+def count_buckets(rows: Iterable[Row], more: Mapping[Bucket, int] | None = None) -> dict[Bucket, int]:
+    """Rows per bucket, smallest bucket first; ``more`` is added."""
     counts: Counter[Bucket] = Counter(more or {})
     for row in rows:
-        width, height = row["bucket_resolution"]
-        counts[width, height, row.get("num_frames")] += 1
+        bucket: Bucket = (*row.bucket, row.num_frames)
+        counts[bucket] += 1
     return dict(sorted(counts.items(), key=lambda item: _bucket_rank(item[0])))
 
 
 def make_plan(
     files: Sequence[SourceFile],
     root: Path,
-    medium: MediaReader,
+    reader: MediaReader,
     choose_buckets: BucketChooser,
     finder: CaptionFinder,
     *,
-    known: Mapping[str, Mapping[str, Any]],
+    known: Mapping[str, Row],
     task_size: Callable[[Bucket], int] = lambda _: TASK_SIZE,
     unreadable: Sequence[Failure] = (),
     failed_before: Iterable[str] = (),
     on_progress: Callable[[int], None] = lambda _: None,
 ) -> Plan:
-    """Decide every file's fate. ``known`` are the rows that the cache has, by sample name."""
+    """Decide what happens to every file. ``known`` are the cache's rows by sample name."""
     known_of_file: dict[str, list[str]] = defaultdict(list)
     for name, row in known.items():
-        known_of_file[row["source_name"]].append(name)
-    done: dict[str, Mapping[str, Any]] = {}
-    waiting: list[tuple[SourceFile, Caption]] = []
+        known_of_file[row.source_name].append(name)
+    done: dict[str, Row] = {}
+    changed: list[tuple[SourceFile, Caption]] = []
     unnameable = []
     for file in files:
-        if not _is_text(file.name):
-            unnameable.append(Failure(ascii(file.name)[1:-1], "its name is not valid UTF-8; rename it"))
+        if not _is_unicode(file.name):
+            unnameable.append(
+                Failure(ascii(file.name)[1:-1], "has a name that is not valid UTF-8; rename it")
+            )
             continue
         caption = finder.find(file.name)
         rows = {name: known[name] for name in known_of_file[file.name]}
-        if rows and all(_unchanged(row, len(rows), caption, file, root) for row in rows.values()):
+        if rows and all(_is_unchanged(row, len(rows), caption, file, root) for row in rows.values()):
             done |= rows
         else:
-            waiting.append((file, caption))
-    samples, skipped = _probe(waiting, root, medium, choose_buckets, on_progress)
-    # Of a file that gives several samples, those that are done stay done.
-    again = []
+            changed.append((file, caption))
+    samples, skipped = _probe(changed, root, reader, choose_buckets, on_progress)
+    # Of a file that gives several samples, some may be done.
+    to_encode = []
     for sample in samples:
         held = known.get(sample.name)
-        if held is not None and _unchanged(held, None, sample.caption, sample.file, root):
+        if held is not None and _is_unchanged(held, None, sample.caption, sample.file, root):
             done[sample.name] = held
         else:
-            again.append(sample)
+            to_encode.append(sample)
     names = {file.name for file in files}
     return Plan(
-        tasks=tuple(_cut(again, frozenset(failed_before), task_size)),
+        tasks=tuple(_cut(to_encode, frozenset(failed_before), task_size)),
         done=done,
         skipped=(*unreadable, *unnameable, *skipped),
         files=frozenset(names),
         vanished=tuple(
             name
             for name, row in known.items()
-            if row["source_name"] not in names and not (root / row["source_name"]).exists()
+            if row.source_name not in names and not (root / row.source_name).exists()
         ),
         captions=finder.counts,
         caption_problems=finder.problems,
     )
 
 
-def _is_text(name: str) -> bool:
-    """Whether the name can be written down: file systems allow bytes that are no characters."""
+def _is_unicode(name: str) -> bool:
+    """Whether the name can be written as text: file systems allow bytes that are not valid UTF-8."""
     try:
         name.encode()
     except UnicodeEncodeError:
@@ -143,50 +145,70 @@ def _is_text(name: str) -> bool:
     return True
 
 
-def _unchanged(
-    row: Mapping[str, Any], num_known: int | None, caption: Caption, file: SourceFile, root: Path
-) -> bool:
-    """Same caption and size and time; where only the time differs, the same content.
+def _is_unchanged(row: Row, num_known: int | None, caption: Caption, file: SourceFile, root: Path) -> bool:
+    """Whether caption, size and time are the same; if only the time differs, the content is compared.
 
-    With ``num_known``, also: the file's samples are all there.
+    With ``num_known``, also whether all samples of the file are there.
     """
-    if row["prompt"] != caption.text or row["source_bytes"] != file.size_bytes:
+    if row.prompt != caption.text or row.source_bytes != file.size_bytes:
         return False
-    if num_known is not None and row.get("total_frames_extracted", 1) != num_known:
+    if num_known is not None and (row.total_frames_extracted or 1) != num_known:
         return False
-    if row["source_modified_ns"] == file.modified_ns:
+    if row.source_modified_ns == file.modified_ns:
         return True
     try:
-        return bool(row["source_digest"] == content_digest(root / file.name))
+        return row.source_digest == content_digest(root / file.name)
     except OSError:
         return False
 
 
+# ---- headers and buckets --------------------------------------------------------------------
+
+BucketChooser = Callable[[Sequence[tuple[int, int]]], Sequence[tuple[int | None, tuple[int, int]]]]
+"""Sizes to (bucket id, (width, height)) for each."""
+
+
+def bucket_chooser(recipe: ResolvedRecipe) -> BucketChooser:
+    """Chooses buckets under the recipe's pixel budget, or its one size for all."""
+    if recipe.size is not None:
+        fixed: tuple[int | None, tuple[int, int]] = (None, recipe.size)
+        return lambda sizes: [fixed] * len(sizes)
+    calculator = MultiTierBucketCalculator(recipe.quantization, recipe.max_pixels)
+
+    def choose(sizes: Sequence[tuple[int, int]]) -> list[tuple[int | None, tuple[int, int]]]:
+        table = np.array(sizes, dtype=np.int64).reshape(-1, 2)
+        ids = calculator.assign(table[:, 0], table[:, 1]).tolist()
+        return [(number, calculator.get_bucket_by_id(number)["resolution"]) for number in ids]
+
+    return choose
+
+
 def _probe(
-    waiting: Sequence[tuple[SourceFile, Caption]],
+    files: Sequence[tuple[SourceFile, Caption]],
     root: Path,
-    medium: MediaReader,
+    reader: MediaReader,
     choose_buckets: BucketChooser,
     on_progress: Callable[[int], None],
 ) -> tuple[list[PlannedSample], list[Failure]]:
+    """Read the files' headers in threads, and choose buckets for all of them at once."""
+
     def extent_or_reason(file: SourceFile) -> Extent | str:
         try:
-            return medium.probe(root / file.name)
+            return reader.probe(root / file.name)
         except MediaError as error:
             return str(error)
-
-    readable: list[tuple[SourceFile, Caption, Extent]] = []
-    skipped = []
 
     def probe_all(part: Sequence[tuple[SourceFile, Caption]]) -> list[Extent | str]:
         return [extent_or_reason(file) for file, _ in part]
 
-    size = min(_PROBE_CHUNK, max(1, len(waiting) // (4 * _PROBE_THREADS)))
-    parts = [waiting[i : i + size] for i in range(0, len(waiting), size)]
+    readable: list[tuple[SourceFile, Caption, Extent]] = []
+    skipped = []
+    size = min(_PROBE_CHUNK, max(1, len(files) // (4 * _PROBE_THREADS)))
+    parts = [files[i : i + size] for i in range(0, len(files), size)]
     with ThreadPoolExecutor(_PROBE_THREADS) as pool:
         try:
             probed = chain.from_iterable(pool.map(probe_all, parts))
-            for count, ((file, caption), extent) in enumerate(zip(waiting, probed, strict=True), start=1):
+            for count, ((file, caption), extent) in enumerate(zip(files, probed, strict=True), start=1):
                 if isinstance(extent, str):
                     skipped.append(Failure(file.name, extent))
                 else:
@@ -206,13 +228,11 @@ def _probe(
     return samples, skipped
 
 
-def _bucket_rank(bucket: Bucket) -> tuple[int, int, int, int]:
-    width, height, num_frames = bucket
-    return (width * height, width, height, num_frames or 0)
+# ---- tasks ----------------------------------------------------------------------------------
 
 
 def task_size_of(recipe: ResolvedRecipe, info: ProcessorInfo) -> Callable[[Bucket], int]:
-    """Samples in a task, by bucket: where they are packed, as many as fill a shard with their latents."""
+    """Samples in a task, by bucket. In a packed cache, as many as fill a shard with their latents."""
 
     def size(bucket: Bucket) -> int:
         if recipe.output_format != PACKED:
@@ -222,15 +242,20 @@ def task_size_of(recipe: ResolvedRecipe, info: ProcessorInfo) -> Callable[[Bucke
         latents = (
             info.latent_channels * frames * (width // info.spatial_factor) * (height // info.spatial_factor)
         )
-        return min(_MOST_IN_TASK, max(1, USUAL_SHARD_BYTES // (2 * latents)))
+        return min(_MAX_TASK_SIZE, max(1, TARGET_SHARD_BYTES // (2 * latents)))
 
     return size
+
+
+def _bucket_rank(bucket: Bucket) -> tuple[int, int, int, int]:
+    width, height, num_frames = bucket
+    return (width * height, width, height, num_frames or 0)
 
 
 def _cut(
     samples: Iterable[PlannedSample], failed_before: frozenset[str], task_size: Callable[[Bucket], int]
 ) -> Iterable[Task]:
-    """Tasks of one bucket each; what failed before comes last and apart, so that it shifts no batch."""
+    """Tasks of one bucket each. Samples that failed before come last, in tasks without others: they shift no batch."""
     groups: dict[tuple[bool, Bucket], list[PlannedSample]] = defaultdict(list)
     for sample in samples:
         groups[sample.name in failed_before, (*sample.bucket, sample.num_frames)].append(sample)

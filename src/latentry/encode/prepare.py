@@ -1,7 +1,7 @@
-"""From a folder of pictures or clips to a cache: the one function behind the command and the notebook.
+"""``prepare()``: from a folder of images or videos to a cache. The commands call it, and so can a notebook.
 
-Plan, tasks, index. Stop it anywhere; the same call goes on from what is committed, and the finished cache
-is the one an undisturbed run makes.
+It plans, runs the tasks, and publishes the cache. It can be interrupted anywhere. The same call resumes it, and the
+finished cache is the one that an undisturbed run makes.
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ from typing import Any
 
 import msgspec
 
-from latentry.cache.format import PACKED
-from latentry.cache.packed.index import Entry
+from latentry.cache.format import CacheMetadata, Row
 from latentry.cache.read.samples import OpenShards
-from latentry.cache.write.workspace import Workspace, cache_file_of
+from latentry.cache.write.commits import Commit
+from latentry.cache.write.workspace import Workspace
 from latentry.encode.pipeline import Outcome
-from latentry.encode.plan import Plan, count_buckets, make_plan, task_size_of
-from latentry.encode.recipe import Recipe, ResolvedRecipe, bucket_chooser
+from latentry.encode.plan import Plan, bucket_chooser, count_buckets, make_plan, task_size_of
+from latentry.encode.recipe import Recipe, ResolvedRecipe, resolve_recipe
 from latentry.engines.local import Job, find_devices, run_tasks
 from latentry.errors import CacheError, ConfigError, RunError
-from latentry.processors import Processor, processor_class
+from latentry.processors import processor_class
 from latentry.report.summary import PrepareResult
 from latentry.sources.captions import CaptionFinder
 from latentry.sources.folder import list_folder
 from latentry.storage import content_digest
-from latentry.types import Bucket, Commit, Failure
+from latentry.types import Bucket, Failure, ProcessorInfo, SourceFile
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far a run is, for whoever shows it."""
+    """How far a run is."""
 
     phase: str
     """``plan`` (reading headers) or ``encode``."""
@@ -42,6 +42,9 @@ class Progress:
     total: int
     failures: int = 0
     by_device: Mapping[str, int] = field(default_factory=dict)
+
+
+OnProgress = Callable[[Progress], None]
 
 
 def prepare(
@@ -57,67 +60,50 @@ def prepare(
     verify: bool = False,
     overwrite: bool = False,
     dry_run: bool = False,
-    on_progress: Callable[[Progress], None] = lambda _: None,
+    on_progress: OnProgress = lambda _: None,
 ) -> PrepareResult:
-    """Encode a folder of pictures, or of clips if the recipe has ``video``, into a cache.
+    """Encode a folder of images, or of videos if the recipe has ``video``, into a cache.
 
     >>> result = prepare(Recipe(processor="flux", max_pixels=512 * 512), image_dir="photos", output_dir="cache")
     >>> result.num_encoded, result.failures
 
-    ``max_files`` takes only the first so many inputs, by name. ``verify`` decodes every latent again and
-    measures it, ``overwrite`` replaces a cache made by another recipe, ``dry_run`` stops after the plan and
-    writes nothing.
+    Args:
+        recipe: Everything that decides the bytes of the cache.
+        image_dir: The folder of images, searched recursively.
+        video_dir: The folder of videos, searched recursively. Exactly one of the two is given.
+        output_dir: The folder of the cache; created if missing. If it holds an unfinished run of the same recipe,
+            the run is resumed; if it holds a finished cache, new and changed inputs are added.
+        devices: ``auto`` (every GPU, or the CPU), ``cpu``, or a list such as ``cuda:0,cuda:1``.
+        batch_size: Samples encoded together; None chooses by the GPU's memory, and 1 on a CPU and for clips.
+        shard_size: Rows per metadata shard.
+        max_files: Encode only the first N inputs, sorted by name.
+        verify: Decode every latent, measure how close it is to its input, and encode damaged samples again.
+        overwrite: Replace a cache that was made by another recipe.
+        dry_run: Only plan; write nothing.
+        on_progress: Called as inputs are planned and encoded.
     """
     for name, value in (("batch_size", batch_size), ("shard_size", shard_size), ("max_files", max_files)):
         if value is not None and value < 1:
             raise ConfigError(f"{name} is {value}; it must be at least 1")
     started = time.monotonic()
-    family = processor_class(recipe.processor)
-    media = "image" if recipe.video is None else "video"
-    if media not in family.info.media:
-        raise ConfigError(
-            f"the processor {recipe.processor!r} encodes {' and '.join(family.info.media)}s, not {media}s"
-        )
-    folder = image_dir if media == "image" else video_dir
-    if folder is None or (image_dir is not None and video_dir is not None):
-        raise ConfigError(
-            f"a recipe for {media}s takes {media}_dir, the folder that holds them, and no other"
-        )
-    source, output = (Path(path).expanduser().absolute() for path in (folder, output_dir))
+    processor = processor_class(recipe.processor)
+    source = _source_folder(recipe, processor.info, image_dir, video_dir)
+    output = Path(output_dir).expanduser().absolute()
     device_names = find_devices(devices)
-    model_name = recipe.model_name or family.info.default_model_name
-    resolved = _resolve(recipe, family, model_name, device_names)
-    choose_buckets, medium = bucket_chooser(resolved), resolved.medium()
-    files, unreadable = list_folder(source, medium.suffixes, leave_out=output)
-    files = files[:max_files]
-    lines_field = "internvl" if media == "image" else "caption"
-    finder = CaptionFinder(source, recipe.caption_format, recipe.caption_field, lines_field)
-
-    def plan_for(workspace: Workspace, known: Mapping[str, Mapping[str, Any]]) -> Plan:
-        plan = make_plan(
-            files,
-            source,
-            medium,
-            choose_buckets,
-            finder,
-            known=known,
-            task_size=task_size_of(resolved, family.info),
-            unreadable=unreadable,
-            failed_before=workspace.failed_before(),
-            on_progress=lambda done: on_progress(Progress("plan", done, len(files))),
-        )
-        if plan.vanished and not plan.done:
-            raise RunError(
-                f"none of the {len(plan.vanished)} samples in {output} comes from {source}; choose another "
-                "output_dir, or replace that cache with --overwrite"
-            )
-        return plan
+    model_name = recipe.model_name or processor.info.default_model_name
+    resolved = resolve_recipe(
+        recipe,
+        processor.info,
+        processor.weights_identity(model_name),
+        on_gpu=all(name.startswith("cuda") for name in device_names),
+    )
+    inputs = _Inputs(resolved, processor.info, source, output, max_files, on_progress)
 
     if dry_run:
         workspace = Workspace(output)
         if not overwrite:
             _check_recipe(workspace, resolved)
-        plan = plan_for(workspace, {} if overwrite else workspace.rows(resolved.fingerprint))
+        plan = inputs.plan(workspace, {} if overwrite else workspace.rows(resolved.fingerprint))
         return _result(plan, output, device_names, started, plan.buckets(), dry_run=True)
 
     with Workspace.opened(output) as workspace:
@@ -127,85 +113,107 @@ def prepare(
         known = workspace.rows(resolved.fingerprint)
         if verify:
             shards = OpenShards(output)
-            known = {name: row for name, row in known.items() if _intact(row, output, shards)}
-        plan = plan_for(workspace, known)
+            known = {name: row for name, row in known.items() if _is_intact(row, output, shards)}
+        plan = inputs.plan(workspace, known)
         watcher = _Watcher(plan, on_progress)
         job = Job(
             recipe=resolved,
             model_name=model_name,
             source=source,
             output=output,
+            run=workspace.run,
             batch_size=batch_size,
             verify=verify,
         )
         run_tasks(job, plan.tasks, device_names, watcher)
-        encoded = {row["sample_name"]: row for row in workspace.committed(task.id for task in plan.tasks)}
+        encoded = {row.sample_name: row for row in workspace.committed_rows(task.id for task in plan.tasks)}
         rows = _rows_to_keep(plan, known, encoded, source, output)
         failures = sorted([*plan.skipped, *watcher.failures], key=lambda failure: failure.name)
-        header = {
-            "processor": recipe.processor,
-            "model_name": model_name,
-            "model_type": family.info.model_type,
-            "caption_field": recipe.caption_field,
-            "max_pixels": resolved.max_pixels,
-            **({"caption_format": recipe.caption_format, "mode": recipe.video.mode} if recipe.video else {}),
-            "recipe": asdict(resolved),
-            "fingerprint": resolved.fingerprint,
-        }
-        workspace.finish(rows, failures, shard_size, header)
+        workspace.finish(rows, failures, shard_size, _metadata(recipe, resolved, model_name, processor.info))
     return _result(plan, output, device_names, started, count_buckets(rows), watcher=watcher)
 
 
-def _resolve(
-    recipe: Recipe, family: type[Processor], model_name: str, devices: Sequence[str]
-) -> ResolvedRecipe:
-    _check_sizes(recipe, family.info.quantum, family.info.temporal_factor)
-    dtype = recipe.dtype
-    if dtype == "auto":
-        dtype = "bfloat16" if all(name.startswith("cuda") for name in devices) else "float32"
-    return ResolvedRecipe(
-        processor=recipe.processor,
-        processor_version=family.info.version,
-        weights=family.weights_identity(model_name),
-        max_pixels=recipe.max_pixels,
-        quantization=family.info.quantum,
-        crop_mode=recipe.crop_mode,
-        caption_format=recipe.caption_format,
-        caption_field=recipe.caption_field,
-        dtype=dtype,
-        output_format=recipe.output_format,
-        stochastic=recipe.stochastic,
-        seed=recipe.seed,
-        frame_step=family.info.temporal_factor,
-        video=recipe.video,
-        size=recipe.size,
-    )
-
-
-def _check_sizes(recipe: Recipe, quantum: int, frame_step: int) -> None:
-    """What is given as a size must fit the model; the error names the nearest that does."""
-    if recipe.size is not None:
-        width, height = recipe.size
-        near = [max(quantum, round(side / quantum) * quantum) for side in recipe.size]
-        if [width, height] != near:
-            raise ConfigError(
-                f"width {width} and height {height} must be multiples of {quantum}; the nearest is "
-                f"{near[0]}x{near[1]}"
-            )
-    frames = recipe.video and recipe.video.target_frames
-    if frames and (frames - 1) % frame_step:
-        below = (frames - 1) // frame_step * frame_step + 1
+def _source_folder(recipe: Recipe, info: ProcessorInfo, image_dir: Any | None, video_dir: Any | None) -> Path:
+    """The folder of the inputs, if it fits the recipe and the processor."""
+    media = recipe.media
+    if media not in info.media:
         raise ConfigError(
-            f"target_frames is {frames}, but this model takes {frame_step}n+1; the nearest are {below} and "
-            f"{below + frame_step}"
+            f"the processor {recipe.processor!r} encodes {' and '.join(info.media)}s, not {media}s"
         )
+    folder = image_dir if media == "image" else video_dir
+    if folder is None or (image_dir is not None and video_dir is not None):
+        raise ConfigError(
+            f"a recipe for {media}s needs {media}_dir, the folder of the {media}s, and no other folder"
+        )
+    return Path(folder).expanduser().absolute()
+
+
+class _Inputs:
+    """The listed inputs of a run, ready to be planned."""
+
+    def __init__(
+        self,
+        resolved: ResolvedRecipe,
+        info: ProcessorInfo,
+        source: Path,
+        output: Path,
+        max_files: int | None,
+        on_progress: OnProgress,
+    ) -> None:
+        self._resolved, self._info = resolved, info
+        self._source, self._output = source, output
+        self._on_progress = on_progress
+        self._choose_buckets = bucket_chooser(resolved)
+        self._reader = resolved.media_reader()
+        files, self._unreadable = list_folder(source, self._reader.suffixes, leave_out=output)
+        self._files: Sequence[SourceFile] = files[:max_files]
+        lines_field = "internvl" if resolved.video is None else "caption"
+        self._finder = CaptionFinder(source, resolved.caption_format, resolved.caption_field, lines_field)
+
+    def plan(self, workspace: Workspace, known: Mapping[str, Row]) -> Plan:
+        plan = make_plan(
+            self._files,
+            self._source,
+            self._reader,
+            self._choose_buckets,
+            self._finder,
+            known=known,
+            task_size=task_size_of(self._resolved, self._info),
+            unreadable=self._unreadable,
+            failed_before=workspace.failed_before(),
+            on_progress=lambda done: self._on_progress(Progress("plan", done, len(self._files))),
+        )
+        if plan.vanished and not plan.done:
+            raise RunError(
+                f"none of the {len(plan.vanished)} samples in {self._output} comes from {self._source}; choose "
+                "another output_dir, or replace that cache with --overwrite"
+            )
+        return plan
+
+
+def _metadata(
+    recipe: Recipe, resolved: ResolvedRecipe, model_name: str, info: ProcessorInfo
+) -> CacheMetadata:
+    """What ``metadata.json`` records about a run."""
+    return CacheMetadata(
+        processor=recipe.processor,
+        model_name=model_name,
+        model_type=info.model_type,
+        caption_field=recipe.caption_field,
+        max_pixels=resolved.max_pixels,
+        caption_format=recipe.caption_format if recipe.video else None,
+        mode=recipe.video.mode if recipe.video else None,
+        recipe=asdict(resolved),
+        fingerprint=resolved.fingerprint,
+        shards=[],
+    )
 
 
 def _check_recipe(workspace: Workspace, resolved: ResolvedRecipe) -> None:
     recorded = workspace.recorded_recipe()
     if recorded is not None and "converted" in recorded:
         raise RunError(
-            f"{workspace.folder} is where a cache is being converted to; finish that first, or choose another output_dir"
+            f"{workspace.folder} holds an unfinished conversion; finish it first, or choose another output_dir"
         )
     if recorded is not None and (differences := resolved.differences(recorded)):
         raise RunError(
@@ -214,42 +222,44 @@ def _check_recipe(workspace: Workspace, resolved: ResolvedRecipe) -> None:
         )
 
 
-def _intact(row: Mapping[str, Any], output: Path, shards: OpenShards) -> bool:
-    """Whether the row's bytes are those that were written."""
-    if PACKED not in row:
-        return bool(content_digest(cache_file_of(output, row)) == row["file_digest"])
+def _is_intact(row: Row, output: Path, shards: OpenShards) -> bool:
+    """Whether the row's bytes on disk are those that were written."""
+    if row.packed is None:
+        return content_digest(output / row.files[0]) == row.file_digest
     try:
-        for place in msgspec.convert(row[PACKED], Entry).places.values():
-            shards.check(place)
+        for location in row.packed.locations.values():
+            shards.check(location)
     except CacheError:
         return False
     return True
 
 
 def _rows_to_keep(
-    plan: Plan,
-    known: Mapping[str, Mapping[str, Any]],
-    encoded: Mapping[str, Mapping[str, Any]],
-    source: Path,
-    output: Path,
-) -> list[dict[str, Any]]:
-    """What the cache holds from now on: what was done, what was encoded, and what this run left out but exists."""
+    plan: Plan, known: Mapping[str, Row], encoded: Mapping[str, Row], source: Path, output: Path
+) -> list[Row]:
+    """The rows of the finished cache: done, encoded, and those whose input exists but was left out of this run."""
     gone = set(plan.vanished)
     left_out = {
-        name: row for name, row in known.items() if row["source_name"] not in plan.files and name not in gone
+        name: row for name, row in known.items() if row.source_name not in plan.files and name not in gone
     }
     rows = []
-    for row in ({**left_out, **plan.done, **encoded}).values():
-        path_key = "image_path" if "image_path" in row else "video_path"
-        cache_file = row["cache_file"] if PACKED in row else str(cache_file_of(output, row))
-        rows.append({**row, "cache_file": cache_file, path_key: str(source / row["source_name"])})
-    return sorted(rows, key=lambda row: (row["source_name"], row.get("frame_index", 0)))
+    for row in {**left_out, **plan.done, **encoded}.values():
+        path = str(source / row.source_name)
+        rows.append(
+            msgspec.structs.replace(
+                row,
+                cache_file=row.cache_file if row.packed else str(output / row.files[0]),
+                image_path=None if row.image_path is None else path,
+                video_path=None if row.video_path is None else path,
+            )
+        )
+    return sorted(rows, key=lambda row: (row.source_name, row.frame_index or 0))
 
 
 class _Watcher:
-    """Counts what the engine reports and passes it on as progress."""
+    """Counts what the engine reports, and passes it on as progress."""
 
-    def __init__(self, plan: Plan, on_progress: Callable[[Progress], None]) -> None:
+    def __init__(self, plan: Plan, on_progress: OnProgress) -> None:
         self._total = plan.num_to_encode
         self._on_progress = on_progress
         self._buckets = {sample.name: task.bucket for task in plan.tasks for sample in task.samples}

@@ -1,20 +1,23 @@
-"""A recipe: everything that decides the bytes of a cache."""
+"""The recipe: everything that decides the bytes of a cache.
+
+Users write a ``Recipe``. A run resolves it, so that nothing is left open, and records the result in the cache. A
+later run with another resolved recipe is refused: a cache never mixes latents of two recipes.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import numpy as np
-
-from latentry.buckets import CROP_MODES, MultiTierBucketCalculator
+from latentry.buckets import CROP_MODES
 from latentry.cache.format import OUTPUT_FORMATS, recipe_fingerprint
 from latentry.errors import ConfigError
 from latentry.media.images import NO_CROP
 from latentry.media.reader import ImageReader, MediaReader, VideoOptions, VideoReader
 from latentry.sources.captions import CAPTION_FORMATS
+from latentry.types import ProcessorInfo
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 RECIPE_VERSION = 1
@@ -28,24 +31,30 @@ class Recipe:
     """
 
     processor: str = "tiny"
+    """The model family; ``latentry processors`` lists them."""
     model_name: str | None = None
     """A folder in the diffusers layout or a hub name; None is the processor's default."""
     max_pixels: int = 256 * 256
-    """The resolution budget; ``MultiTierBucketCalculator.RESOLUTION_PRESETS`` has names for some."""
+    """The resolution budget; ``MultiTierBucketCalculator.RESOLUTION_PRESETS`` names some."""
     crop_mode: str = "center"
+    """How an image is cut to its bucket: ``center``, ``random``, ``smart``, or ``none`` to scale without cropping."""
     caption_format: str = "auto"
+    """Where captions come from: ``auto``, ``sidecar``, ``txt``, ``jsonl`` or ``meta_json``."""
     caption_field: str | None = None
+    """The key of a caption in JSON; None is ``caption`` in JSON files and ``internvl`` in JSONL files of images."""
     dtype: str = "auto"
-    """What the model computes in; ``auto`` is bfloat16 on a GPU and float32 on a CPU."""
+    """What the model computes in: ``auto``, ``float32``, ``float16`` or ``bfloat16``. ``auto`` is bfloat16 on a GPU
+    and float32 on a CPU."""
     output_format: str = "pt"
+    """``pt``, ``meta`` or ``safetensors`` for one file per sample, ``packed`` for shards."""
     stochastic: bool = False
     """Sample the VAE's posterior, with a seed per sample, instead of taking its mean."""
     seed: int = 42
     """For random crops and stochastic latents."""
     video: VideoOptions | None = None
-    """Which frames of clips are taken; None is for images."""
+    """Which frames of a video are used; None is for images."""
     size: tuple[int, int] | None = None
-    """(width, height) for every sample, instead of buckets under ``max_pixels``."""
+    """(width, height) of every sample, instead of buckets under ``max_pixels``."""
 
     def __post_init__(self) -> None:
         for name, value, allowed in (
@@ -60,6 +69,11 @@ class Recipe:
             if isinstance(number, bool) or not isinstance(number, int) or number < 0:
                 raise ConfigError(f"{name} is {number!r}; it must be a whole number, 0 or more")
 
+    @property
+    def media(self) -> str:
+        """``image`` or ``video``."""
+        return "image" if self.video is None else "video"
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ResolvedRecipe:
@@ -69,7 +83,7 @@ class ResolvedRecipe:
     processor: str
     processor_version: int
     weights: str
-    """The identity of the model's weights."""
+    """Identifies the model's weights."""
     max_pixels: int
     quantization: int
     crop_mode: str
@@ -83,12 +97,23 @@ class ResolvedRecipe:
     video: VideoOptions | None
     size: tuple[int, int] | None
 
-    @property
-    def media(self) -> str:
-        return "image" if self.video is None else "video"
+    @classmethod
+    def from_recorded(cls, recorded: Mapping[str, Any]) -> ResolvedRecipe:
+        """The recipe that a cache's ``metadata.json`` records."""
+        video, size = recorded.get("video"), recorded.get("size")
+        try:
+            return cls(
+                **{
+                    **recorded,
+                    "video": VideoOptions(**video) if video else None,
+                    "size": tuple(size) if size else None,
+                }
+            )
+        except TypeError as error:
+            raise ConfigError(f"the cache's recipe was recorded by another release: {error}") from None
 
-    def medium(self) -> MediaReader:
-        """What reads this recipe's inputs."""
+    def media_reader(self) -> MediaReader:
+        """The reader of this recipe's inputs."""
         if self.video is None:
             return ImageReader(self.crop_mode)
         return VideoReader(self.video, self.crop_mode, self.frame_step)
@@ -97,31 +122,63 @@ class ResolvedRecipe:
     def fingerprint(self) -> str:
         return recipe_fingerprint(asdict(self))
 
-    def differences(self, other: Mapping[str, Any]) -> list[str]:
-        """One line per field in which a recorded recipe differs from this one."""
+    def differences(self, recorded: Mapping[str, Any]) -> list[str]:
+        """One line for each field in which a recorded recipe differs from this one."""
         mine = json.loads(json.dumps(asdict(self)))
-        names = sorted(
-            set(mine) | set(other), key=lambda name: list(mine).index(name) if name in mine else 99
-        )
+        names = [*mine, *sorted(recorded.keys() - mine.keys())]
         return [
-            f"{n} was {other.get(n)!r}, now {mine.get(n)!r}" for n in names if mine.get(n) != other.get(n)
+            f"{name} was {recorded.get(name)!r}, now {mine.get(name)!r}"
+            for name in names
+            if mine.get(name) != recorded.get(name)
         ]
 
 
-BucketChooser = Callable[[Sequence[tuple[int, int]]], Sequence[tuple[int | None, tuple[int, int]]]]
-"""Bucket id and (width, height) for each of some sizes."""
+def resolve_recipe(recipe: Recipe, info: ProcessorInfo, weights: str, *, on_gpu: bool) -> ResolvedRecipe:
+    """Fill in what the recipe leaves open.
+
+    Args:
+        recipe: The user's recipe.
+        info: The processor's description.
+        weights: Identifies the model's weights.
+        on_gpu: Whether all devices of the run are GPUs, which decides the dtype ``auto``.
+    """
+    _check_sizes(recipe, info.quantum, info.temporal_factor)
+    dtype = recipe.dtype
+    if dtype == "auto":
+        dtype = "bfloat16" if on_gpu else "float32"
+    return ResolvedRecipe(
+        processor=recipe.processor,
+        processor_version=info.version,
+        weights=weights,
+        max_pixels=recipe.max_pixels,
+        quantization=info.quantum,
+        crop_mode=recipe.crop_mode,
+        caption_format=recipe.caption_format,
+        caption_field=recipe.caption_field,
+        dtype=dtype,
+        output_format=recipe.output_format,
+        stochastic=recipe.stochastic,
+        seed=recipe.seed,
+        frame_step=info.temporal_factor,
+        video=recipe.video,
+        size=recipe.size,
+    )
 
 
-def bucket_chooser(recipe: ResolvedRecipe) -> BucketChooser:
-    """Buckets under the recipe's budget, or its one size for all."""
+def _check_sizes(recipe: Recipe, quantum: int, frame_step: int) -> None:
+    """Check that a given size and number of frames fit the model; errors name the nearest that do."""
     if recipe.size is not None:
-        fixed: tuple[int | None, tuple[int, int]] = (None, recipe.size)
-        return lambda sizes: [fixed] * len(sizes)
-    calculator = MultiTierBucketCalculator(recipe.quantization, recipe.max_pixels)
-
-    def choose(sizes: Sequence[tuple[int, int]]) -> list[tuple[int | None, tuple[int, int]]]:
-        table = np.array(sizes, dtype=np.int64).reshape(-1, 2)
-        ids = calculator.assign(table[:, 0], table[:, 1]).tolist()
-        return [(number, calculator.get_bucket_by_id(number)["resolution"]) for number in ids]
-
-    return choose
+        width, height = recipe.size
+        near = [max(quantum, round(side / quantum) * quantum) for side in recipe.size]
+        if [width, height] != near:
+            raise ConfigError(
+                f"width {width} and height {height} must be multiples of {quantum}; the nearest is "
+                f"{near[0]}x{near[1]}"
+            )
+    frames = recipe.video and recipe.video.target_frames
+    if frames and (frames - 1) % frame_step:
+        below = (frames - 1) // frame_step * frame_step + 1
+        raise ConfigError(
+            f"target_frames is {frames}, but this model takes {frame_step}n+1; the nearest are {below} and "
+            f"{below + frame_step}"
+        )

@@ -91,7 +91,7 @@ def verify_cache(
     kinds = _Kinds()
     listed = set()
     for number, row in enumerate(dataset.metadata):
-        name = os.path.relpath(dataset.samples.where(number), dataset.cache_dir)
+        name = os.path.relpath(dataset.samples.describe(number), dataset.cache_dir)
         found = [Problem(name, what) for what in _sample_problems(dataset, number, name, row, kinds)]
         try:
             listed.update(dataset.samples.files(number))
@@ -213,7 +213,7 @@ class _Decoder:
                 "size": tuple(recipe["size"]) if recipe.get("size") else None,
             }
         )
-        self._medium = self._recipe.medium()
+        self._medium = self._recipe.media_reader()
         family = processor_class(self._recipe.processor)
         self._processor: Processor = family(
             metadata["model_name"], torch.device(device), getattr(torch, self._recipe.dtype)

@@ -22,13 +22,14 @@ from typing import Any
 
 import torch
 
+from latentry.cache.write.commits import Commit
 from latentry.cache.write.workspace import Workspace
 from latentry.encode.pipeline import Outcome, TaskRunner
 from latentry.encode.recipe import ResolvedRecipe
 from latentry.errors import ConfigError, LatentryError, RunError
 from latentry.hardware import num_cores
 from latentry.processors import processor_class
-from latentry.types import Commit, Task
+from latentry.types import Task
 
 _MOST_READERS = 16
 
@@ -41,6 +42,8 @@ class Job:
     model_name: str
     source: Path
     output: Path
+    run: int
+    """The number of the run, which orders its commits."""
     batch_size: int | None
     """Samples encoded together; None leaves it to the device."""
     verify: bool
@@ -93,7 +96,7 @@ def _work(job: Job, tasks: Iterable[Task], device: str, share: int, watch: Watch
         processor = processor_class(job.recipe.processor)(
             job.model_name, torch.device(device), getattr(torch, job.recipe.dtype)
         )
-        workspace = Workspace(job.output)
+        workspace = Workspace(job.output, job.run)
         runner = TaskRunner(
             processor,
             job.recipe,

@@ -53,7 +53,7 @@ class Places:
 
     def where(self, i: int) -> str:
         """A sample's place, for people."""
-        return self._samples.where(self._rows[i])
+        return self._samples.describe(self._rows[i])
 
     def file(self, i: int) -> str:
         return os.path.join(self._cache_dir, self._samples.file(self._rows[i]))

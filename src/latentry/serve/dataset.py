@@ -17,9 +17,10 @@ import torch
 from torch.utils.data import Dataset
 
 from latentry.buckets import MultiTierBucketCalculator, aspect_name
-from latentry.cache.format import LazyRows, MetadataRows
-from latentry.cache.index import CacheIndex, index_of_rows, open_index
-from latentry.cache.packed.index import PackedIndex, PackedRows
+from latentry.cache.index import CacheIndex, open_index
+from latentry.cache.index.file_index import index_of_dicts
+from latentry.cache.index.packed_index import PackedIndex
+from latentry.cache.index.rows import LazyRows, MetadataRows, PackedRows
 from latentry.cache.read.batch_buffers import Loaded
 from latentry.cache.read.buffer_pool import BufferPool
 from latentry.cache.read.read_threads import ReadThreads
@@ -89,7 +90,7 @@ class BaseMultiresolutionDataset(Dataset[dict[str, Any]], ABC):
                 ) from None
             named = [{**row, "cache_file": samples.name(i)} for i, row in enumerate(rows)]
             self.samples = samples
-        self.index = index_of_rows(named, self.index.metadata, self.cache_dir, self._aspect_ratio_to_name)
+        self.index = index_of_dicts(named, self.index.metadata, self.cache_dir, self._aspect_ratio_to_name)
         if isinstance(self.samples, FileSamples):
             self.samples = FileSamples(self.cache_dir, self.index)
         self._rows = rows

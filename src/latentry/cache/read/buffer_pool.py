@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from latentry.cache.format import ALIGNMENT
+from latentry.cache.packed_format import ALIGNMENT
 
 _MOST_IDLE = 16
 _SMALL_BYTES = 1 << 18

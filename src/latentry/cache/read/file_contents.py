@@ -18,7 +18,7 @@ import msgspec
 import torch
 
 from latentry.cache.format import PLAIN_VALUES_KEY
-from latentry.cache.packed.shards import CONTAINER_DTYPES
+from latentry.cache.packed_format import SAFETENSORS_DTYPES
 
 _END_BYTES = 1 << 13
 _END = struct.Struct("<4s4H2IH")
@@ -99,7 +99,7 @@ def _safetensors(file: _Ends) -> dict[str, Any]:
     last = 0
     for name, tensor in header.items():
         start, end = tensor["data_offsets"]
-        dtype = CONTAINER_DTYPES[tensor["dtype"]]
+        dtype = SAFETENSORS_DTYPES[tensor["dtype"]]
         found[name] = _stored(dtype, tuple(tensor["shape"]), 8 + length + start)
         if found[name].num_bytes != end - start:
             raise _Unknown

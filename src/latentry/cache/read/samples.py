@@ -20,8 +20,8 @@ import numpy.typing as npt
 import torch
 
 from latentry.cache.index import CacheIndex
-from latentry.cache.packed.index import Entry, PackedIndex, part_of
-from latentry.cache.packed.shards import RowLocation, checksum, names_of
+from latentry.cache.index.packed_index import PackedIndex
+from latentry.cache.packed_format import PackedEntry, RowLocation, checksum, names_of, part_of
 from latentry.cache.read.batch_buffers import BatchBuffers, Loaded, plain_tensor
 from latentry.cache.read.buffer_pool import BufferPool
 from latentry.cache.read.file_contents import TensorLocation, read_contents
@@ -36,7 +36,7 @@ Dictionary = dict[str, Any]
 
 
 class Samples(Protocol):
-    def where(self, row: int) -> str:
+    def describe(self, row: int) -> str:
         """The sample's place, for people."""
 
     def file(self, row: int) -> str:
@@ -69,7 +69,7 @@ class FileSamples:
         self._index = index
         self._folders = KnownFolders(cache_dir)
 
-    def where(self, row: int) -> str:
+    def describe(self, row: int) -> str:
         return str(self._cache_dir / self._index.relative_file(row))
 
     def file(self, row: int) -> str:
@@ -189,20 +189,20 @@ class PackedSamples:
     def _row(self, row: int) -> int:
         return row if self._row_numbers is None else int(self._row_numbers[row])
 
-    def where(self, row: int) -> str:
-        place = self._index.place(self._row(row), "latents")
+    def describe(self, row: int) -> str:
+        place = self._index.location(self._row(row), "latents")
         return f"{self._shards.path(place.file)}, row {place.row}"
 
     def file(self, row: int) -> str:
         return self._index.relative_file(self._row(row))
 
     def files(self, row: int) -> list[str]:
-        return [place.file for place in self._index.entry(self._row(row)).places.values()]
+        return [place.file for place in self._index.entry(self._row(row)).locations.values()]
 
     def load(self, row: int) -> Dictionary:
         row = self._row(row)
         entry = self._index.entry(row)
-        names = frozenset[str]().union(*(names_of(place.tensors) for place in entry.places.values()))
+        names = frozenset[str]().union(*(names_of(place.tensors) for place in entry.locations.values()))
         rooms = self._read([row], [entry], names, BufferPool(), ReadThreads(1))
         return entry.dictionary(self._index.row(row), rooms.of(0))
 
@@ -220,7 +220,7 @@ class PackedSamples:
     def _read(
         self,
         rows: Sequence[int],
-        entries: Sequence[Entry],
+        entries: Sequence[PackedEntry],
         names: Collection[str],
         memory: BufferPool,
         reads: ReadThreads,
@@ -231,7 +231,7 @@ class PackedSamples:
         num_bytes = 0
         for part in sorted({part_of(name) for name in names}.intersection(self._index.parts)):
             for i, entry in enumerate(entries):
-                place = entry.places.get(part)
+                place = entry.locations.get(part)
                 if place is not None:
                     buffers = row_buffers(i, place, names, rooms)
                     waiting.append(partial(self._fill, rows[i], part, place, buffers))

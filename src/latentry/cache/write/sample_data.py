@@ -1,4 +1,4 @@
-"""What a cache file and its row hold: the contract with every reader, NeMo AutoModel's included."""
+"""What a cache file and its row hold: the contract with every reader, including NeMo AutoModel's."""
 
 from __future__ import annotations
 
@@ -7,18 +7,22 @@ from typing import Any
 
 import torch
 
+from latentry.cache.format import Row
 from latentry.types import PlannedSample, ProcessorInfo
 
+SampleData = dict[str, Any]
+"""The dictionary in a cache file: tensors and plain values."""
 
-def image_file(
+
+def image_data(
     sample: PlannedSample,
     latent: torch.Tensor,
     fields: dict[str, torch.Tensor],
     offset: tuple[int, int],
     path: Path,
     info: ProcessorInfo,
-) -> dict[str, Any]:
-    """The dictionary of an image's file: ``latent`` [C,h,w] and the text's fields, then plain values."""
+) -> SampleData:
+    """An image's dictionary: ``latent`` [C,h,w] and the caption's fields, then plain values."""
     return {
         "latent": latent,
         **fields,
@@ -33,7 +37,7 @@ def image_file(
     }
 
 
-def video_file(
+def video_data(
     sample: PlannedSample,
     latent: torch.Tensor,
     fields: dict[str, torch.Tensor],
@@ -45,14 +49,14 @@ def video_file(
     deterministic: bool,
     first_frame: torch.Tensor,
     source_frame: int | None,
-) -> dict[str, Any]:
-    """The dictionary of a clip's file, or of one frame's: ``video_latents`` [1,C,T,h,w] and the rest."""
+) -> SampleData:
+    """A clip's dictionary, or a single frame's: ``video_latents`` [1,C,T,h,w] and the caption's fields, then values."""
     fields = dict(fields)
     text = fields.pop("text_embeddings", None)
-    if text is None:  # a processor of images, too, calls it by their name
+    if text is None:  # a processor that also encodes images uses their field names
         text = fields.pop("prompt_embeds")
         fields.pop("pooled_prompt_embeds", None)
-    data: dict[str, Any] = {"video_latents": latent[None], "text_embeddings": text, **fields}
+    data: SampleData = {"video_latents": latent[None], "text_embeddings": text, **fields}
     if mode == "video":
         data["first_frame"] = first_frame
     data |= {
@@ -70,44 +74,38 @@ def video_file(
         "model_type": info.model_type,
     }
     if mode == "frames":
-        data |= _frame_fields(sample, source_frame)
+        data |= {
+            "frame_index": sample.number,
+            "total_frames_extracted": sample.num_samples,
+            "source_frame_index": source_frame,
+        }
     return data
 
 
-def metadata_row(sample: PlannedSample, data: dict[str, Any], source_digest: str) -> dict[str, Any]:
-    """The row of a sample, with what the next run needs to tell whether it has changed.
+def sample_row(sample: PlannedSample, data: SampleData, source_digest: str) -> Row:
+    """The row of a sample, with what the next run needs to find out whether the input has changed.
 
-    Where the sample is stored, and with which checksum, is for its writer to add.
+    Its writer adds where the sample is stored, and a digest of the file.
     """
-    source_key = "image_path" if "image_path" in data else "video_path"
-    row: dict[str, Any] = {
-        "cache_file": "",
-        source_key: data[source_key],
-        "bucket_resolution": list(sample.bucket),
-        "original_resolution": [sample.width, sample.height],
-        "prompt": sample.caption.text,
-        "bucket_id": sample.bucket_id,
-        "aspect_ratio": data["aspect_ratio"],
-        "pixels": sample.bucket[0] * sample.bucket[1],
-        "model_type": data["model_type"],
-    }
-    if sample.num_frames is not None:
-        row["num_frames"] = sample.num_frames
-    if "source_frame_index" in data:
-        row |= _frame_fields(sample, data["source_frame_index"])
-    return row | {
-        "sample_name": sample.name,
-        "caption_source": sample.caption.source,
-        "source_name": sample.file.name,
-        "source_bytes": sample.file.size_bytes,
-        "source_modified_ns": sample.file.modified_ns,
-        "source_digest": source_digest,
-    }
-
-
-def _frame_fields(sample: PlannedSample, source_frame: int | None) -> dict[str, Any]:
-    return {
-        "frame_index": sample.number,
-        "total_frames_extracted": sample.num_samples,
-        "source_frame_index": source_frame,
-    }
+    return Row(
+        cache_file="",
+        image_path=data.get("image_path"),
+        video_path=data.get("video_path"),
+        bucket_resolution=sample.bucket,
+        original_resolution=(sample.width, sample.height),
+        prompt=sample.caption.text,
+        bucket_id=sample.bucket_id,
+        aspect_ratio=data["aspect_ratio"],
+        pixels=sample.bucket[0] * sample.bucket[1],
+        model_type=data["model_type"],
+        num_frames=sample.num_frames,
+        frame_index=data.get("frame_index"),
+        total_frames_extracted=data.get("total_frames_extracted"),
+        source_frame_index=data.get("source_frame_index"),
+        sample_name=sample.name,
+        caption_source=sample.caption.source,
+        source_name=sample.file.name,
+        source_bytes=sample.file.size_bytes,
+        source_modified_ns=sample.file.modified_ns,
+        source_digest=source_digest,
+    )

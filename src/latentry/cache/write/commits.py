@@ -1,0 +1,122 @@
+"""The committed tasks of a run: one file each, published in one step.
+
+A file's name begins with the number of the run that wrote it. Where two commits have the same sample, the later
+run's row counts. File times do not matter: they change when a folder is copied.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from latentry.cache.format import Row, row_from_dict
+from latentry.errors import MetadataError, RunError
+from latentry.storage import publish
+from latentry.types import Failure
+
+ALL_ROWS = "all"
+"""The task id under which a run that is finishing commits all rows of the cache."""
+_COMMIT_NAME = re.compile(r"(?:(\d+)-)?([0-9a-z]+)\.json")
+"""Older releases wrote no run number."""
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """The outcome of a task: rows for the metadata, and what failed."""
+
+    task_id: str
+    rows: tuple[Row, ...]
+    failures: tuple[Failure, ...]
+
+
+class _CommitFile(msgspec.Struct):
+    rows: list[dict[str, Any]]
+    failures: list[Failure]
+
+
+class CommitLog:
+    """The commits in a folder. ``run`` is the number that new commits get."""
+
+    def __init__(self, folder: Path, run: int) -> None:
+        self._folder = folder
+        self._run = run
+
+    @staticmethod
+    def next_run(folder: Path) -> int:
+        """One more than the number of the last run that committed something."""
+        return 1 + max((run for run, _, _ in _listed(folder)), default=0)
+
+    def write(self, commit: Commit) -> None:
+        """Make a task's outcome durable, in one step."""
+        content = {
+            "rows": [row.to_dict() for row in commit.rows],
+            "failures": [asdict(failure) for failure in commit.failures],
+        }
+        write_text(self._folder / f"{self._run:06d}-{commit.task_id}.json", json.dumps(content))
+
+    def rows(self) -> Iterator[Row]:
+        """The rows of all commits, the earliest run's first."""
+        for _, _, path in _listed(self._folder):
+            yield from _typed(_read(path).rows)
+
+    def failures(self) -> Iterator[Failure]:
+        """The failures of all commits."""
+        for _, _, path in _listed(self._folder):
+            yield from _read(path).failures
+
+    def rows_of(self, task_ids: Iterable[str]) -> list[Row]:
+        """The rows of these tasks, each in its latest commit. Raises ``KeyError`` if one is not committed."""
+        paths = {task_id: path for _, task_id, path in _listed(self._folder)}
+        return [row for task_id in task_ids for row in _typed(_read(paths[task_id]).rows)]
+
+    def clear(self) -> None:
+        """Remove all commits."""
+        for _, _, path in _listed(self._folder):
+            path.unlink()
+
+
+def _listed(folder: Path) -> list[tuple[int, str, Path]]:
+    """(run, task id, path) of each commit, in the order in which they count."""
+    found = []
+    for path in folder.glob("*.json"):
+        match = _COMMIT_NAME.fullmatch(path.name)
+        if match:
+            found.append((int(match[1] or 0), match[2], path))
+    return sorted(found, key=lambda entry: (entry[0], entry[1] == ALL_ROWS, entry[1]))
+
+
+def _read(path: Path) -> _CommitFile:
+    content: _CommitFile = decode_json(path, _CommitFile)
+    return content
+
+
+def _typed(rows: Iterable[dict[str, Any]]) -> Iterator[Row]:
+    """Typed rows; a row that is not valid is left out, and its sample is encoded again."""
+    for row in rows:
+        try:
+            yield row_from_dict(row)
+        except msgspec.ValidationError:
+            continue
+
+
+def decode_json(path: Path, kind: type[Any]) -> Any:
+    """The file's content as this type."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=kind)
+    except (msgspec.MsgspecError, OSError, RecursionError) as error:
+        raise MetadataError(f"{path} is damaged ({error}); start over with --overwrite") from None
+
+
+def write_text(path: Path, text: str) -> None:
+    """Publish a text file, in one step."""
+    try:
+        with publish(path) as draft:
+            draft.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise RunError(f"cannot write {path}: {error.strerror}") from None

@@ -1,0 +1,114 @@
+"""Publishing a cache's metadata: a reader sees the old cache or the new one, never a mixture.
+
+New metadata shards and indexes get names that the current ``metadata.json`` does not list. Replacing
+``metadata.json`` is the one step that counts.
+"""
+
+from __future__ import annotations
+
+import filecmp
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import msgspec
+
+from latentry.buckets import aspect_name
+from latentry.cache.format import FAILURES_NAME, FORMAT_VERSION, METADATA_NAME, CacheMetadata, Row
+from latentry.cache.index.file_index import index_of_rows
+from latentry.cache.packed_format import PackedHeader
+from latentry.cache.write.commits import write_text
+from latentry.cache.write.packed_index import write_packed_index
+from latentry.errors import RunError
+from latentry.types import Failure
+
+PACKED_INDEX_NAMES = ("packed_index.arrow", "packed_index_b.arrow")
+"""The index of a packed cache alternates between two names. Older releases called it ``index.arrow``."""
+
+
+def publish_metadata(
+    folder: Path,
+    rows: Sequence[Row],
+    failures: Sequence[Failure],
+    shard_size: int,
+    metadata: CacheMetadata,
+    replaces: CacheMetadata | None,
+) -> None:
+    """Publish these rows and failures as the cache in the folder.
+
+    Args:
+        folder: The cache.
+        rows: All rows, in order. Without rows there is no cache, and ``metadata.json`` is removed.
+        failures: The inputs that could not be encoded; they go to ``failures.jsonl``.
+        shard_size: Rows per metadata shard. A packed cache has none.
+        metadata: What to record about the run; counts, shards and index are filled in here.
+        replaces: The current metadata.
+    """
+    packed = _publish_index(folder, rows, replaces) if rows and rows[0].packed is not None else None
+    parts = [] if packed else [rows[i : i + shard_size] for i in range(0, len(rows), shard_size)]
+    shards = _publish_shards(folder, parts, replaces)
+    if rows:
+        complete = msgspec.structs.replace(
+            metadata,
+            total_items=len(rows),
+            num_shards=len(shards),
+            shard_size=shard_size,
+            shards=shards,
+            format_version=FORMAT_VERSION,
+            packed=packed,
+        )
+        write_text(folder / METADATA_NAME, complete.to_json())
+    else:
+        (folder / METADATA_NAME).unlink(missing_ok=True)
+    _write_failures(folder / FAILURES_NAME, failures)
+    keep = {*shards, packed.index if packed else ""}
+    for pattern in ("metadata_shard_*.json", "index*.arrow", "packed_index*.arrow"):
+        for path in folder.glob(pattern):
+            if path.name not in keep:
+                path.unlink()
+
+
+def _publish_shards(
+    folder: Path, parts: Sequence[Sequence[Row]], replaces: CacheMetadata | None
+) -> list[str]:
+    current = set(replaces.shards) if replaces else set()
+    shards = []
+    for number, part in enumerate(parts):
+        content = json.dumps([row.to_dict() for row in part], indent=2)
+        names = (f"metadata_shard_{number:04d}{suffix}.json" for suffix in ("", "_b", "_c"))
+        name = next(n for n in names if n not in current or _has_text(folder / n, content))
+        write_text(folder / name, content)
+        shards.append(name)
+    return shards
+
+
+def _has_text(path: Path, text: str) -> bool:
+    return path.is_file() and path.read_text("utf-8") == text
+
+
+def _publish_index(folder: Path, rows: Sequence[Row], replaces: CacheMetadata | None) -> PackedHeader:
+    current = replaces.packed.index if replaces and replaces.packed else None
+    if current and not (folder / current).is_file():
+        current = None
+    path = folder / next(name for name in PACKED_INDEX_NAMES if name != current)
+    named = [
+        msgspec.structs.replace(row, cache_file=row.packed.name) for row in rows if row.packed is not None
+    ]
+    index = index_of_rows(named, CacheMetadata(shards=[]), folder, aspect_name)
+    groups = list(zip(index.shapes, index.rows_by_shape(), strict=True))
+    try:
+        header = write_packed_index(path, rows, groups, index.fingerprint)
+        if current and filecmp.cmp(path, folder / current, shallow=False):
+            path.unlink()  # nothing has changed: the same command leaves the same cache
+            return msgspec.structs.replace(header, index=current)
+        return header
+    except OSError as error:
+        raise RunError(f"cannot write {path}: {error.strerror}") from None
+
+
+def _write_failures(path: Path, failures: Sequence[Failure]) -> None:
+    if failures:
+        write_text(path, "".join(json.dumps(asdict(failure)) + "\n" for failure in failures))
+    else:
+        path.unlink(missing_ok=True)

@@ -1,0 +1,146 @@
+"""Decoding ahead of the device: from tasks to batches of decoded samples.
+
+Threads read and crop samples a few batches ahead of the encoder, across task boundaries. Memory stays bounded: no
+more than a few batches are decoded at any time.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from itertools import groupby
+from pathlib import Path
+
+from latentry.cache.write.commits import Commit
+from latentry.cache.write.task_writer import TaskWriter
+from latentry.encode.caption_batches import CaptionBatches
+from latentry.encode.recipe import ResolvedRecipe
+from latentry.errors import MediaError
+from latentry.media.reader import Crop
+from latentry.seeds import derived_seed
+from latentry.storage import content_digest
+from latentry.types import Failure, PlannedSample, Task
+
+_MAX_BYTES_AHEAD = 1 << 32
+
+
+@dataclass(frozen=True, slots=True)
+class DecodedSample:
+    """A sample's pixels, and the digest of the file they come from."""
+
+    sample: PlannedSample
+    crop: Crop
+    digest: str
+
+
+@dataclass
+class RunningTask:
+    """A task in progress."""
+
+    task: Task
+    writer: TaskWriter
+    captions: CaptionBatches
+    batch_size: int
+    failures: list[Failure] = field(default_factory=list)
+
+    def commit(self) -> Commit:
+        """The task's outcome. Waits until everything is on disk."""
+        return Commit(self.task.id, tuple(self.writer.rows()), tuple(self.failures))
+
+
+@dataclass(frozen=True, slots=True)
+class _PendingFile:
+    """A file that a thread decodes. Without a future, it marks the end of its task."""
+
+    running: RunningTask
+    samples: tuple[PlannedSample, ...]
+    future: Future[list[DecodedSample] | str] | None
+
+
+OnFailure = Callable[[RunningTask, Sequence[PlannedSample], str], None]
+"""Called with the samples of a file that cannot be decoded, and the reason."""
+
+
+class ReadAhead:
+    """Decodes the samples of tasks in order, in the threads of a pool."""
+
+    def __init__(
+        self, recipe: ResolvedRecipe, source: Path, pool: ThreadPoolExecutor, num_threads: int
+    ) -> None:
+        self._recipe = recipe
+        self._reader = recipe.media_reader()
+        self._source = source
+        self._pool = pool
+        self._num_threads = num_threads
+
+    def batches(
+        self, tasks: Iterable[RunningTask], on_failure: OnFailure
+    ) -> Iterator[tuple[RunningTask, list[DecodedSample] | None]]:
+        """Decoded samples in groups of their task's batch size; None marks the end of a task."""
+        pending = self._pending_files(tasks)
+        ahead: deque[_PendingFile] = deque()
+        num_ahead = num_decoded = 0
+        batch: list[DecodedSample] = []
+        exhausted = False
+        while True:
+            while not exhausted and (not ahead or num_ahead < self._max_ahead(ahead[0].running, num_decoded)):
+                file = next(pending, None)
+                if file is None:
+                    exhausted = True
+                else:
+                    ahead.append(file)
+                    num_ahead += len(file.samples)
+            if not ahead:
+                return
+            file = ahead.popleft()
+            running = file.running
+            num_ahead -= len(file.samples)
+            if file.future is None:
+                if batch:
+                    yield running, batch
+                    batch = []
+                yield running, None
+                continue
+            decoded = file.future.result()
+            if isinstance(decoded, str):
+                on_failure(running, file.samples, decoded)
+            else:
+                batch += decoded
+            num_decoded += 1
+            while len(batch) >= running.batch_size:
+                yield running, batch[: running.batch_size]
+                batch = batch[running.batch_size :]
+
+    def _max_ahead(self, running: RunningTask, num_decoded: int) -> int:
+        """Samples to decode ahead: enough to keep all threads busy, limited by memory.
+
+        At first only two batches: the device waits for the first one, and decoding more clips beside it delays it.
+        """
+        width, height, num_frames = running.task.bucket
+        fitting = _MAX_BYTES_AHEAD // (3 * width * height * (num_frames or 1))
+        return max(2, min(2 * running.batch_size + min(num_decoded, self._num_threads), fitting))
+
+    def _pending_files(self, tasks: Iterable[RunningTask]) -> Iterator[_PendingFile]:
+        """Submit the files of the tasks to the pool, one after the other."""
+        for running in tasks:
+            for _, group in groupby(running.task.samples, key=lambda sample: sample.file):
+                samples = tuple(group)
+                yield _PendingFile(running, samples, self._pool.submit(self._decode, samples))
+            yield _PendingFile(running, (), None)
+
+    def _decode(self, samples: Sequence[PlannedSample]) -> list[DecodedSample] | str:
+        """The samples of one file, or the reason why it cannot be decoded."""
+        file = samples[0].file
+        path = self._source / file.name
+        try:
+            digest = content_digest(path)
+            crops = self._reader.read(path, samples, derived_seed(self._recipe.seed, "crop", file.name))
+            return [DecodedSample(sample, crop, digest) for sample, crop in zip(samples, crops, strict=True)]
+        except MediaError as error:
+            return str(error)
+        except OSError as error:
+            return f"cannot be read: {error.strerror}"
+        except MemoryError:
+            return "needs more memory than there is"

@@ -1,0 +1,93 @@
+"""Rows and metadata.json: typed records that keep what other tools wrote."""
+
+from __future__ import annotations
+
+import json
+
+import msgspec
+import pytest
+from helpers import DATA, SMALL, rows_of
+
+from latentry import prepare
+from latentry.cache.convert import convert_cache
+from latentry.cache.format import (
+    CacheMetadata,
+    Row,
+    file_name,
+    read_metadata,
+    relative_path,
+    row_from_dict,
+)
+from latentry.errors import MetadataError
+
+
+def foreign_rows() -> list[dict]:
+    return [
+        row
+        for shard in sorted((DATA / "nemo_caches").glob("*/metadata_shard_*.json"))
+        for row in json.loads(shard.read_text())
+    ]
+
+
+def test_rows_of_other_tools_survive_unchanged():
+    rows = foreign_rows()
+    assert len(rows) > 5
+    for row in rows:
+        row = {**row, "rating": 4.5, "tags": ["a", {"b": None}]}
+        typed = row_from_dict(row)
+        assert typed.other == {"rating": 4.5, "tags": ["a", {"b": None}]}
+        assert typed.to_dict() == row
+
+
+def test_own_rows_survive_in_the_same_order_of_keys(photos, tmp_path):
+    prepare(SMALL, image_dir=photos, output_dir=tmp_path / "cache", max_files=2)
+    for row in rows_of(tmp_path / "cache"):
+        assert list(row_from_dict(row).to_dict().items()) == list(row.items())
+    text = (tmp_path / "cache" / "metadata.json").read_text()
+    assert read_metadata(tmp_path / "cache").to_json() == text
+
+
+def test_documented_keys_come_first_in_the_documented_order(photos, tmp_path):
+    prepare(SMALL, image_dir=photos, output_dir=tmp_path / "cache", max_files=1)
+    (row,) = rows_of(tmp_path / "cache")
+    assert list(row)[:9] == [
+        "cache_file", "image_path", "bucket_resolution", "original_resolution", "prompt", "bucket_id", "aspect_ratio",
+        "pixels", "model_type",
+    ]  # fmt: skip
+
+
+def test_missing_and_null_are_different():
+    assert row_from_dict({"cache_file": "a.pt", "bucket_id": None}).to_dict() == {
+        "cache_file": "a.pt",
+        "bucket_id": None,
+    }
+    assert row_from_dict({"cache_file": "a.pt"}).to_dict() == {"cache_file": "a.pt"}
+    assert "caption_field" not in json.loads(CacheMetadata(shards=["x"]).to_json())
+    assert json.loads(CacheMetadata(shards=["x"], caption_field=None).to_json())["caption_field"] is None
+
+
+def test_mistyped_fields_are_errors():
+    with pytest.raises(msgspec.ValidationError, match=r"source_bytes"):
+        row_from_dict({"cache_file": "a.pt", "source_bytes": "many"})
+    with pytest.raises(MetadataError, match="no bucket_resolution"):
+        _ = Row(cache_file="a.pt").bucket
+
+
+def test_a_file_is_found_by_bucket_and_name_alone():
+    assert relative_path((512, 256), "/another/machine/1x1/0a.pt") == "512x256/0a.pt"
+    assert file_name("C:\\caches\\512x256\\0a.pt") == "0a.pt"
+    row = row_from_dict({"cache_file": "/x/0a.pt", "crop_resolution": [512, 256]})
+    assert row.files == ("512x256/0a.pt",)
+
+
+def test_unknown_keys_of_metadata_and_rows_survive_conversion(nemo_image_cache, tmp_path):
+    path = nemo_image_cache / "metadata.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "studio": {"name": "x"}}))
+    shard = nemo_image_cache / "metadata_shard_0000.json"
+    shard.write_text(json.dumps([{**row, "rating": 3} for row in json.loads(shard.read_text())]))
+    convert_cache(nemo_image_cache, tmp_path / "packed")
+    convert_cache(tmp_path / "packed", tmp_path / "files", "pt")
+    assert read_metadata(tmp_path / "files").other["studio"] == {"name": "x"}
+    assert sum(row.get("rating") == 3 for row in rows_of(tmp_path / "files")) == len(
+        json.loads(shard.read_text())
+    )
