@@ -3,7 +3,7 @@
     python training/train_tiny.py PHOTOS tiny_autoencoder.safetensors --held_out OTHER_PHOTOS
 
 Random crops at random scales, flipped at random, squared error. A little noise on the latents keeps
-nearby latents decoding to nearby pictures. ``docs/tiny.md`` says which photographs the shipped weights
+nearby latents decoding to nearby pictures. ``docs/explanation/tiny.md`` says which photographs the shipped weights
 have seen and how they do on others. Some minutes on one GPU.
 """
 
