@@ -30,7 +30,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from latentry.cache.convert import convert_cache
-from latentry.cache.packed.index import PackedIndex
+from latentry.cache.index.packed_index import PackedIndex
 from latentry.serve.config import build_text_to_image_multiresolution_dataloader
 from latentry.serve.dataset import TextToImageDataset
 from latentry.testing.caches import write_metadata

@@ -86,3 +86,23 @@ def rows_of(cache: Path) -> list[dict]:
 
 def files_of(cache: Path) -> dict[str, int]:
     return {p.relative_to(cache).as_posix(): p.stat().st_mtime_ns for p in cache.glob("*x*/*")}
+
+
+def assert_same_batches(build: Callable[..., Any], first: Path, second: Path, **options: Any) -> None:
+    """Both caches must give the same batches in the same order."""
+    loaders = [build(cache_dir=cache, drop_last=False, **options)[0] for cache in (first, second)]
+    assert len(loaders[0]) == len(loaders[1]) > 0
+    for one, other in zip(*loaders, strict=True):
+        assert_same_items(one, other)
+
+
+def shards_of(cache: Path, part: str) -> list[Path]:
+    """The packed shards that hold one part of the samples: "latents", "text" or "frames"."""
+    return sorted(cache.glob(f"*x*/*.{part}.safetensors"))
+
+
+def damage(path: Path, position: int) -> None:
+    """Invert one byte of a file."""
+    content = bytearray(path.read_bytes())
+    content[position] ^= 0xFF
+    path.write_bytes(content)

@@ -177,7 +177,7 @@ def rewrite(path, **changes):
 @pytest.mark.parametrize(
     ("breakage", "error", "says"),
     [
-        (lambda f: f.unlink(), CacheNotFoundError, "absent"),
+        (lambda f: f.unlink(), CacheNotFoundError, "missing"),
         (
             lambda f: f.write_bytes(f.read_bytes()[:1000]),
             CacheFileError,

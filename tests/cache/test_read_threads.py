@@ -1,4 +1,4 @@
-"""Reads that are shared between threads: all are done, errors are those of one thread, nothing hangs."""
+"""Reads shared between threads: all are done, errors are the same as with one thread, nothing hangs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from latentry.cache.read.read_threads import ReadThreads
 LARGE = 1 << 30
 
 
-def test_all_are_done_by_several_threads():
+def test_several_threads_do_all_reads():
     names, done = set(), []
     meeting = threading.Barrier(3, timeout=30)
 
@@ -36,7 +36,7 @@ def test_all_are_done_by_several_threads():
     ("reads", "num_reads", "num_bytes"),
     [(ReadThreads(1), 9, LARGE), (ReadThreads(4), 1, LARGE), (ReadThreads(4), 9, 1000)],
 )
-def test_what_is_not_worth_it_stays_in_the_calling_thread(reads, num_reads, num_bytes):
+def test_small_batches_stay_on_the_calling_thread(reads, num_reads, num_bytes):
     names = []
     reads.run([lambda: names.append(threading.current_thread().name)] * num_reads, num_bytes)
     assert names == [threading.current_thread().name] * num_reads
@@ -45,7 +45,7 @@ def test_what_is_not_worth_it_stays_in_the_calling_thread(reads, num_reads, num_
 @pytest.mark.parametrize(
     ("num_cores", "num_ranks", "expected"), [(16, "", 8), (16, "4", 2), (4, "1", 2), (2, "8", 1)]
 )
-def test_a_rank_takes_half_of_its_cores(num_cores, num_ranks, expected, monkeypatch):
+def test_a_rank_uses_half_of_its_cores(num_cores, num_ranks, expected, monkeypatch):
     monkeypatch.setattr("latentry.cache.read.read_threads.num_cores", lambda: num_cores)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", num_ranks)
     meeting, names = threading.Barrier(expected, timeout=30), set()
@@ -53,20 +53,20 @@ def test_a_rank_takes_half_of_its_cores(num_cores, num_ranks, expected, monkeypa
     def read(number: int) -> None:
         if number < expected:
             meeting.wait()
-        time.sleep(0.01)  # so that every thread there is gets one
+        time.sleep(0.01)  # so that every thread gets a read
         names.add(threading.current_thread().name)
 
     ReadThreads().run([lambda i=i: read(i) for i in range(50)], LARGE)
     assert len(names) == expected
 
 
-def test_cores_are_those_the_process_is_bound_to():
+def test_only_cores_that_the_process_may_use_count():
     bound = "import os; os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])"
     code = f"{bound}; from latentry.hardware import num_cores; print(num_cores())"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "1\n"
 
 
-def test_the_first_error_is_raised_after_all_have_ended():
+def test_first_error_is_raised_after_all_reads_have_ended():
     ended = []
 
     def read(number: int) -> None:
@@ -82,7 +82,7 @@ def test_the_first_error_is_raised_after_all_have_ended():
         assert sorted(ended) == [0, 1, 3, 4, 6, 7]
 
 
-def test_an_interrupt_leaves_nothing_running():
+def test_interrupt_leaves_no_read_running():
     running = threading.Semaphore(0)
     still = []
 
@@ -97,12 +97,12 @@ def test_an_interrupt_leaves_nothing_running():
     with pytest.raises(KeyboardInterrupt):
         ReadThreads(2).run([lambda i=i: read(i) for i in range(1000)], LARGE)
     count = len(still)
-    assert count < 100, "what had not begun is dropped"
+    assert count < 100, "reads that had not started are dropped"
     time.sleep(0.2)
     assert len(still) == count
 
 
-def test_any_number_of_threads_may_ask():
+def test_several_threads_may_call():
     reads, done = ReadThreads(3), []
 
     def batch(number: int) -> None:
@@ -119,7 +119,7 @@ def test_any_number_of_threads_may_ask():
     assert sorted(done) == list(range(12))
 
 
-class InAWorker(Dataset):
+class ReadsInWorker(Dataset):
     def __init__(self, reads: ReadThreads) -> None:
         self.reads = reads
 
@@ -133,10 +133,10 @@ class InAWorker(Dataset):
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
-def test_worker_processes_and_forks_have_threads_of_their_own_or_none():
+def test_worker_processes_use_one_thread_and_forks_start_new_ones():
     reads = ReadThreads(3)
-    reads.run([lambda: None] * 50, LARGE)  # now it has threads, which do not come along
-    assert list(DataLoader(InAWorker(reads), batch_size=None, num_workers=1)) == [1, 1]
+    reads.run([lambda: None] * 50, LARGE)  # starts threads, which a fork does not have
+    assert list(DataLoader(ReadsInWorker(reads), batch_size=None, num_workers=1)) == [1, 1]
     child = os.fork()
     if not child:
         meeting = threading.Barrier(3, timeout=10)
@@ -146,4 +146,4 @@ def test_worker_processes_and_forks_have_threads_of_their_own_or_none():
             os._exit(meeting.broken)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     again = pickle.loads(pickle.dumps(reads))
-    assert again._num_threads == 3
+    assert again.num_threads == 3

@@ -61,14 +61,14 @@ def test_clips_are_decoded_too(tmp_path):
 @pytest.mark.parametrize(
     ("breakage", "says"),
     [
-        (lambda f: f.unlink(), "absent"),
+        (lambda f: f.unlink(), "missing"),
         (lambda f: f.write_bytes(f.read_bytes()[:-50]), "truncated or damaged"),
         (lambda f: f.write_bytes(f.read_bytes()[:-1] + b"x"), "checksum"),
         (lambda f: rewrite(f, latent=torch.full((16, 16, 16), float("nan"))), "NaN|scaled-down"),
         (lambda f: rewrite(f, latent=torch.zeros(16, 3, 3)), "scaled-down"),
         (
             lambda f: rewrite(f, prompt_embeds=torch.full((1, 64, 64), float("inf"))),
-            "prompt_embeds holds NaN",
+            "prompt_embeds contains NaN",
         ),
         (lambda f: rewrite(f, prompt="another"), "prompt is 'another', but its row says"),
         (lambda f: (f.parent / "stray.pt").write_bytes(b"x"), "is in no row"),

@@ -16,11 +16,13 @@ SOURCE = Path(latentry.__file__).parent
 
 LAYERS = [
     "errors", "types", "seeds", "hardware", "storage", "buckets",
-    "cache.packed_format", "cache.format", "cache.index", "cache.read", "cache.checks", "cache.write",
-    "cache.convert", "serve.batch", "serve.order", "serve.sampler", "serve.dataset", "serve.collate", "serve.loader",
-    "serve.config", "sources", "media", "processors.fused", "processors", "encode.recipe", "encode.plan", "encode.device",
+    "cache.packed_format", "cache.format", "cache.torch_zip", "cache.index", "cache.read", "cache.checks",
+    "cache.write", "cache.convert", "cache.verify",
+    "serve.order", "serve.epoch_order", "serve.sampler_state", "serve.progress", "serve.sampler", "serve.collate",
+    "serve.dataset", "serve.accelerate_hooks", "serve.loader", "serve.config",
+    "sources", "media", "processors.fused", "processors", "encode.recipe", "encode.plan", "encode.device",
     "encode.caption_batches", "encode.read_ahead", "encode.batch_encoder", "encode.pipeline", "engines", "report",
-    "encode.verify", "encode.prepare", "testing", "cli", "__main__",
+    "encode.decode_check", "encode.verify", "encode.prepare", "testing", "cli", "__main__",
 ]  # fmt: skip
 """From the first layer to the last: a module imports only from its own layer or from earlier ones."""
 

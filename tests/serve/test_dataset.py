@@ -5,12 +5,13 @@ import pickle
 import pytest
 import torch
 
+from latentry.cache.read.columns import Columns
 from latentry.errors import CacheFileError
 from latentry.serve.dataset import BaseMultiresolutionDataset, TextToImageDataset, TextToVideoDataset
 from latentry.testing import make_video_cache
 
 
-def test_an_image_cache_of_another_tool_opens_where_it_was_moved_to(nemo_image_cache):
+def test_moved_image_cache_of_another_tool_opens(nemo_image_cache):
     dataset = TextToImageDataset(str(nemo_image_cache))
     assert len(dataset) == 6
     assert dataset.sorted_bucket_keys == [
@@ -44,7 +45,7 @@ def test_tokens_instead_of_embeddings(nemo_image_cache):
     assert "prompt_embeds" not in item
 
 
-def test_a_video_cache_of_another_tool_opens_where_it_was_moved_to(nemo_video_cache):
+def test_moved_video_cache_of_another_tool_opens(nemo_video_cache):
     dataset = TextToVideoDataset(nemo_video_cache)
     assert dataset.sorted_bucket_keys == [("wide", (160, 96)), ("tall", (96, 160)), ("square", (128, 128))]
     item = dataset[0]
@@ -53,7 +54,7 @@ def test_a_video_cache_of_another_tool_opens_where_it_was_moved_to(nemo_video_ca
     assert item["bucket_resolution"].tolist() == [160, 96]
 
 
-def test_rows_are_there_to_look_at(nemo_image_cache):
+def test_metadata_rows(nemo_image_cache):
     rows = TextToImageDataset(nemo_image_cache).metadata
     assert len(rows) == 6
     assert [row["prompt"] for row in rows][2:5] == [row["prompt"] for row in rows[2:5]]
@@ -76,7 +77,7 @@ def test_clips_of_different_lengths_are_different_buckets(tmp_path):
         assert {dataset[i]["video_latents"].shape[2] for i in group["indices"]} == {(key[2] - 1) // 4 + 1}
 
 
-def test_the_fingerprint_is_of_the_samples_not_of_the_place(nemo_image_cache, tmp_path):
+def test_fingerprint_depends_on_samples_not_on_the_folder(nemo_image_cache, tmp_path):
     here = TextToImageDataset(nemo_image_cache).fingerprint
     there = nemo_image_cache.rename(tmp_path / "there")
     assert TextToImageDataset(there).fingerprint == here
@@ -85,7 +86,7 @@ def test_the_fingerprint_is_of_the_samples_not_of_the_place(nemo_image_cache, tm
     assert TextToImageDataset(there).fingerprint != here
 
 
-def test_a_dataset_survives_pickling_without_carrying_its_rows(image_cache):
+def test_pickled_dataset_is_small(image_cache):
     dataset = TextToImageDataset(image_cache)
     pickled = pickle.dumps(dataset)
     assert len(pickled) < 2000
@@ -94,12 +95,12 @@ def test_a_dataset_survives_pickling_without_carrying_its_rows(image_cache):
     assert copy[5]["prompt"] == dataset[5]["prompt"]
 
 
-def test_a_mismatched_model_type_is_said(nemo_video_cache, caplog):
+def test_other_model_type_is_logged(nemo_video_cache, caplog):
     TextToVideoDataset(nemo_video_cache, model_type="hunyuan")
     assert "was made for 'wan', but model_type is 'hunyuan'" in caplog.text
 
 
-def test_own_datasets_are_a_few_lines(nemo_image_cache):
+def test_custom_dataset(nemo_image_cache):
     class Prompts(BaseMultiresolutionDataset):
         def __getitem__(self, idx):
             return {"prompt": self.metadata[idx]["prompt"]}
@@ -107,9 +108,28 @@ def test_own_datasets_are_a_few_lines(nemo_image_cache):
     dataset = Prompts(str(nemo_image_cache), quantization=64)
     assert [dataset[i]["prompt"] for i in range(2)] == ["a test pattern number 0", "a test pattern number 1"]
     assert dataset.calculator.quantization == 64
+    assert dataset.__getitems__([1, 0]) == [dataset[1], dataset[0]]
+    assert dataset.read_batch([1, 0]).values == {
+        "prompt": ["a test pattern number 1", "a test pattern number 0"]
+    }
+    with pytest.raises(NotImplementedError, match="Prompts has no collate; give the loader a collate_fn"):
+        dataset.collate_items([dataset[0]])
+    with pytest.raises(NotImplementedError, match="defines neither read_batch nor __getitem__"):
+        BaseMultiresolutionDataset(nemo_image_cache)[0]
 
 
-def test_a_subclass_may_keep_some_rows_only(nemo_image_cache):
+def test_custom_dataset_that_reads_batches(nemo_image_cache):
+    class Prompts(BaseMultiresolutionDataset):
+        def read_batch(self, indices, resources=None):
+            return Columns.of_items([{"prompt": self.metadata[idx]["prompt"]} for idx in indices])
+
+    dataset = Prompts(nemo_image_cache)
+    assert dataset[1] == {"prompt": "a test pattern number 1"}
+    assert dataset.__getitems__([0, 1]) == [dataset[0], dataset[1]]
+    assert not dataset.has_own_items
+
+
+def test_subclass_keeps_some_rows(nemo_image_cache):
     class Squares(TextToImageDataset):
         def __init__(self, cache_dir):
             super().__init__(cache_dir)
@@ -140,7 +160,7 @@ def test_optional_video_fields_are_checked(tmp_path):
             TextToVideoDataset(cache)[0]
 
 
-def test_positions_outside_are_index_errors(image_cache):
+def test_wrong_index_is_an_index_error(image_cache):
     dataset = TextToImageDataset(image_cache)
     with pytest.raises(IndexError):
         dataset[len(dataset)]

@@ -1,58 +1,30 @@
+"""The loader: its batches, its state, its attributes."""
+
 from __future__ import annotations
 
+import threading
+import time
 from collections import Counter
 
 import pytest
 import torch
-import yaml
+from helpers import assert_same_items
 from torch.utils.data import DataLoader
 
 import latentry
-from latentry.errors import CacheFileError, CacheNotFoundError, ConfigError, StateError
+from latentry.errors import CacheFileError, StateError
 from latentry.serve.collate import collate_fn_text_to_image, collate_fn_video
-from latentry.serve.config import from_config
 from latentry.serve.dataset import TextToImageDataset
-from latentry.serve.loader import LatentDataLoader
 from latentry.serve.sampler import SequentialBucketSampler
 from latentry.testing import assert_resumes, make_image_cache, make_video_cache
 
 build_images = latentry.build_text_to_image_multiresolution_dataloader
 build_videos = latentry.build_video_multiresolution_dataloader
 
-NEMO = "nemo_automodel.components.datasets.diffusion"
-VIDEO_YAML = f"""
-data:
-  dataloader:
-    _target_: {NEMO}.build_video_multiresolution_dataloader
-    cache_dir: CACHE
-    model_type: wan          # or "hunyuan"
-    base_resolution: [512, 512]
-    dynamic_batch_size: false
-    shuffle: true
-    drop_last: false
-    num_workers: 0
-"""
-IMAGE_YAML = f"""
-data:
-  dataloader:
-    _target_: {NEMO}.build_text_to_image_multiresolution_dataloader
-    cache_dir: CACHE
-    train_text_encoder: false
-    num_workers: 0
-    base_resolution: [512, 512]
-    dynamic_batch_size: false
-    shuffle: true
-    drop_last: false
-"""
-
-# On a machine with few cores PyTorch advises against four workers; here they are the point.
-pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
-
-
 # ---- batches --------------------------------------------------------------------------------
 
 
-def test_an_image_batch_is_as_documented(nemo_image_cache):
+def test_image_batch_is_as_documented(nemo_image_cache):
     loader, sampler = build_images(cache_dir=nemo_image_cache, batch_size=2, drop_last=False, num_workers=0)
     assert isinstance(loader, DataLoader)
     assert isinstance(sampler, SequentialBucketSampler)
@@ -79,7 +51,7 @@ def test_an_image_batch_is_as_documented(nemo_image_cache):
     assert metadata["crop_offset"].tolist() == [[0, 0]] * 2
 
 
-def test_a_video_batch_is_as_documented(tmp_path):
+def test_video_batch_is_as_documented(tmp_path):
     cache = make_video_cache(tmp_path, {(128, 64, 9): 3, (128, 64, 17): 2})
     loader, _ = build_videos(cache_dir=cache, batch_size=2, drop_last=False, num_workers=0)
     shapes = Counter()
@@ -100,7 +72,7 @@ def test_tokens_for_training_the_text_encoder(nemo_image_cache):
     assert "text_embeddings" not in batch
 
 
-def test_batches_can_go_to_a_device(image_cache):
+def test_batches_are_moved_to_the_device(image_cache):
     loader, _ = build_images(cache_dir=image_cache, batch_size=2, num_workers=0, device="meta")
     batch = next(iter(loader))
     assert batch["image_latents"].device.type == "meta"
@@ -108,7 +80,7 @@ def test_batches_can_go_to_a_device(image_cache):
     assert batch["metadata"]["prompts"][0].startswith("sample")
 
 
-def test_samples_that_do_not_stack_are_named(tmp_path):
+def test_samples_of_different_shapes_are_named(tmp_path):
     cache = make_image_cache(tmp_path, {(256, 256): 2})
     odd = sorted(cache.glob("256x256/*.pt"))[0]
     data = torch.load(odd, weights_only=True)
@@ -120,11 +92,11 @@ def test_samples_that_do_not_stack_are_named(tmp_path):
     torch.save({**data, "pooled_prompt_embeds": None}, odd)
     items = list(TextToImageDataset(cache))
     for batch in (items, items[::-1]):  # whichever comes first
-        with pytest.raises(CacheFileError, match=f"{odd.name}: pooled_prompt_embeds is absent"):
+        with pytest.raises(CacheFileError, match=f"{odd.name}: pooled_prompt_embeds is missing"):
             collate_fn_text_to_image(batch)
 
     clip = {"video_latents": torch.zeros(1, 4, 3, 8, 8), "text_embeddings": torch.zeros(1, 2, 2)}
-    with pytest.raises(CacheFileError, match="a sample: video_latents"):
+    with pytest.raises(CacheFileError, match="sample 1 of the batch: video_latents"):
         collate_fn_video([clip, {**clip, "video_latents": torch.zeros(1, 4, 5, 8, 8)}])
 
 
@@ -138,16 +110,16 @@ def loader_of(cache, workers, **options):
 
 @pytest.mark.parametrize("workers", [0, 1, 4])
 @pytest.mark.parametrize("stop_after", [0, 1, 6, 15])
-def test_a_stopped_epoch_resumes(image_cache, workers, stop_after):
+def test_resume_after_any_batch(image_cache, workers, stop_after):
     assert_resumes(lambda: loader_of(image_cache, workers), stop_after)
 
 
-def test_resuming_needs_neither_the_same_workers_nor_the_same_order_of_buckets(image_cache):
+def test_resume_with_other_workers_and_interleaved_buckets(image_cache):
     workers = iter([0, 4, 1])
     assert_resumes(lambda: loader_of(image_cache, next(workers), bucket_order="interleaved"), 5)
 
 
-def test_the_state_counts_what_the_trainer_received(image_cache):
+def test_state_counts_what_the_trainer_received(image_cache):
     loader = loader_of(image_cache, workers=2, prefetch_factor=4)
     iterator = iter(loader)
     for received in range(1, 4):
@@ -156,28 +128,117 @@ def test_the_state_counts_what_the_trainer_received(image_cache):
         assert loader.bucket_sampler.state_dict() == loader.state_dict()
 
 
-def test_looking_at_the_sampler_does_not_move_the_loader(image_cache):
+def test_looking_at_batches_of_the_sampler_does_not_move_the_loader(image_cache):
     loader = loader_of(image_cache, workers=0)
     running = iter(loader)
     for _ in range(4):
         next(running)
-    list(loader.bucket_sampler)
+    assert [loader.bucket_sampler.get_batch(step) for step in range(len(loader))]
     next(running)
     assert loader.state_dict()["batches_yielded"] == 5
     resumed = loader_of(image_cache, workers=0)
     resumed.load_state_dict(loader.state_dict())
-    assert len(list(resumed.bucket_sampler)) == len(loader) - 5
+    assert resumed.bucket_sampler.get_batch(15)
     assert len(list(resumed)) == len(loader) - 5
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_an_iterator_left_behind_is_refused(image_cache, workers):
+@pytest.mark.parametrize("newer", ["loader", "sampler", "epoch", "state"])
+def test_older_iterator_is_refused(image_cache, workers, newer):
     loader = loader_of(image_cache, workers)
     old = iter(loader)
     next(old)
-    next(iter(loader))
+    if newer == "epoch":
+        loader.set_epoch(1)
+    elif newer == "state":
+        loader.load_state_dict(loader.state_dict())
+    else:
+        next(iter(loader if newer == "loader" else loader.bucket_sampler))
     with pytest.raises(StateError, match="newer iteration"):
         next(old)
+
+
+def test_attributes_are_true(image_cache):
+    loader, sampler = build_images(
+        cache_dir=image_cache, batch_size=2, num_workers=3, prefetch_factor=5, drop_last=False
+    )
+    assert (loader.num_workers, loader.prefetch_factor) == (3, 5)
+    assert loader.pin_memory == torch.cuda.is_available()
+    assert loader.batch_sampler is sampler
+    assert isinstance(loader.dataset, TextToImageDataset)
+    assert len(loader) == len(sampler) == 16
+    iterator = iter(loader)
+    batch = next(iterator)
+    threads = [thread.name for thread in threading.enumerate() if thread.name.startswith("latentry_")]
+    assert len(threads) == 3, "num_workers threads prefetch"
+    iterator.close()
+    items = loader.dataset.__getitems__(sampler.get_batch(0))
+    assert_same_items(loader.collate_fn(items), batch)
+    loader, _ = build_images(cache_dir=image_cache, num_workers=0, pin_memory=False)
+    assert (loader.num_workers, loader.prefetch_factor, loader.pin_memory) == (0, None, False)
+
+
+def test_num_workers_and_prefetch_factor_decide_what_is_prefetched(image_cache, monkeypatch):
+    read = []
+    original = TextToImageDataset.read_batch
+
+    def counting(self, indices, resources=None):
+        read.append(tuple(indices))
+        return original(self, indices, resources)
+
+    monkeypatch.setattr(TextToImageDataset, "read_batch", counting)
+    for workers, prefetch_factor, ahead in ((0, 4, 0), (1, 4, 4), (2, 3, 6)):
+        read.clear()
+        iterator = iter(loader_of(image_cache, workers, prefetch_factor=prefetch_factor))
+        next(iterator)
+        deadline = time.monotonic() + 30
+        while len(read) < 1 + ahead and time.monotonic() < deadline:
+            time.sleep(0.01)
+        time.sleep(0.05)
+        assert len(read) == 1 + ahead
+        iterator.close()
+
+
+def test_another_collate_function_is_used(image_cache):
+    loader = loader_of(image_cache, workers=2)
+    loader.collate_fn = lambda items: [type(items), *(item["prompt"] for item in items)]
+    batches = list(loader)
+    assert {batch[0] for batch in batches} == {list}
+    assert sorted(prompt for batch in batches for prompt in batch[1:]) == sorted(
+        f"sample {i}" for i in range(29)
+    )
+
+
+@pytest.mark.parametrize("method", ["__getitem__", "__getitems__"])
+def test_items_of_a_subclass_are_used(image_cache, monkeypatch, method):
+    class Louder(TextToImageDataset):
+        pass
+
+    def change(item):
+        return {**item, "prompt": item["prompt"].upper()}
+
+    if method == "__getitem__":
+        Louder.__getitem__ = lambda self, idx: change(TextToImageDataset.__getitem__(self, idx))
+    else:
+        Louder.__getitems__ = lambda self, indices: [
+            change(item) for item in TextToImageDataset.__getitems__(self, indices)
+        ]
+    monkeypatch.setattr("latentry.serve.config.TextToImageDataset", Louder)
+    for workers in (0, 2):
+        for batch in loader_of(image_cache, workers):
+            assert all(prompt.startswith("SAMPLE") for prompt in batch["metadata"]["prompts"])
+
+
+def test_memory_of_batches_is_reused(tmp_path):
+    cache = make_image_cache(tmp_path, {(1024, 1024): 8}, channels=16)
+    loader = loader_of(cache, workers=0, batch_size=1)
+    addresses = set()
+    for batch in loader:
+        addresses.add(batch["image_latents"].data_ptr())
+        del batch
+    assert len(addresses) <= 2, "the batch being read and the one the trainer has"
+    kept = [batch["image_latents"] for batch in loader]
+    assert len({latents.data_ptr() for latents in kept}) == 8, "memory that somebody holds is not reused"
 
 
 def test_errors_from_workers_are_one_line(tmp_path):
@@ -217,94 +278,3 @@ def test_iterating_leaves_the_global_random_state_alone(image_cache):
     for workers in (0, 1):
         list(loader_of(image_cache, workers))
     assert torch.equal(torch.get_rng_state(), before)
-
-
-# ---- configuration --------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("text", [IMAGE_YAML, VIDEO_YAML], ids=["image", "video"])
-@pytest.mark.parametrize("way", ["file", "dict", "hydra", "import"])
-def test_the_documented_yaml_loads(text, way, nemo_image_cache, nemo_video_cache, tmp_path):
-    cache = nemo_image_cache if text is IMAGE_YAML else nemo_video_cache
-    text = text.replace("CACHE", str(cache))
-    config = yaml.safe_load(text)
-    if way == "file":
-        path = tmp_path / "train.yaml"
-        path.write_text(text)
-        loader, _ = from_config(path)
-    elif way == "dict":
-        loader, _ = from_config(config)
-    elif way == "hydra":
-        from hydra.utils import instantiate
-        from omegaconf import OmegaConf
-
-        loader, _ = instantiate(OmegaConf.create(config).data.dataloader)
-    else:
-        import importlib
-
-        arguments = dict(config["data"]["dataloader"])
-        module, _, name = arguments.pop("_target_").rpartition(".")
-        loader, _ = getattr(importlib.import_module(module), name)(**arguments)
-    assert isinstance(loader, LatentDataLoader)
-    assert len(list(loader)) == len(loader.dataset)
-
-
-def test_overrides_replace_and_add(nemo_image_cache):
-    config = yaml.safe_load(IMAGE_YAML)
-    loader, sampler = from_config(
-        config, cache_dir=nemo_image_cache, batch_size=2, dp_rank=1, dp_world_size=2, seed=7
-    )
-    assert (sampler.base_batch_size, sampler.rank, sampler.num_replicas, sampler.seed) == (2, 1, 2, 7)
-    assert sampler.drop_last is False
-    assert loader.num_workers == 0
-
-
-def test_a_configuration_imports_nothing(tmp_path):
-    (tmp_path / "evil.py").write_text("raise SystemExit('imported')")
-    for target in ("evil.build", "os.system", None, ["x"]):
-        with pytest.raises(ConfigError, match=r"allowed are latentry\.build_text_to_image"):
-            from_config({"_target_": target, "cache_dir": str(tmp_path)})
-
-
-TARGET = {"_target_": "latentry.build_text_to_image_multiresolution_dataloader"}
-
-
-@pytest.mark.parametrize(
-    ("config", "says"),
-    [
-        (
-            {**TARGET, "cache_dir": "CACHE", "batchsize": 2},
-            "no parameter 'batchsize'; did you mean 'batch_size'",
-        ),
-        (TARGET, "cache_dir is missing"),
-        ({"model": {}}, "no 'data: dataloader:' section"),
-        ({"data": {"dataloader": None}}, "no 'data: dataloader:' section"),
-        ({**TARGET, "cache_dir": "CACHE", "num_workers": -1}, "num_workers is -1"),
-        ({**TARGET, "cache_dir": "CACHE", "batch_size": "two"}, "batch_size is 'two'"),
-        ({**TARGET, "cache_dir": "CACHE", "shuffle": "yes please"}, "shuffle is 'yes please'"),
-        ({**TARGET, "cache_dir": "CACHE", "base_resolution": [512]}, r"base_resolution is \[512\]"),
-        ({**TARGET, "cache_dir": "CACHE", "base_resolution": "512"}, "base_resolution is '512'"),
-        ({**TARGET, "cache_dir": "CACHE", "base_resolution": 512}, "base_resolution is 512"),
-        ({**TARGET, "cache_dir": None}, "cache_dir is None"),
-        ({**TARGET, "cache_dir": "CACHE", "dp_rank": "0"}, "dp_rank is '0'"),
-        ({**TARGET, "cache_dir": "CACHE", "device": "cdua"}, "device is 'cdua'"),
-        ({**TARGET, "cache_dir": "CACHE", "train_text_encoder": "false"}, "train_text_encoder is 'false'"),
-        (None, "a path or a dictionary, not None"),
-    ],
-)
-def test_mistakes_in_a_configuration_are_named(config, says, image_cache):
-    if config:
-        config = {k: str(image_cache) if v == "CACHE" else v for k, v in config.items()}
-    with pytest.raises(ConfigError, match=says):
-        from_config(config)
-
-
-def test_configuration_files_that_cannot_be_read(tmp_path):
-    with pytest.raises(ConfigError, match=r"train\.yaml cannot be read"):
-        from_config(tmp_path / "train.yaml")
-    (tmp_path / "train.yaml").write_text("data: [")
-    with pytest.raises(ConfigError, match="not valid YAML"):
-        from_config(tmp_path / "train.yaml")
-    (tmp_path / "train.yaml").write_text(IMAGE_YAML)
-    with pytest.raises(CacheNotFoundError, match=r"no folder .*CACHE"):
-        from_config(tmp_path / "train.yaml")

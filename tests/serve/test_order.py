@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from latentry.serve.order import FeistelPermutation, InterleavedSchedule, Leg
+from latentry.serve.order import FeistelPermutation, InterleavedSchedule, Segment
 
 EDGES = sorted({n for k in range(1, 21) for n in range(2**k - 1, 2**k + 3)})
 
@@ -54,8 +54,8 @@ def test_large_permutations_reach_their_ends():
 
 
 def interleaved(*sizes: int, seed: int = 0) -> InterleavedSchedule:
-    leg = Leg(sizes=sizes, batch_sizes=(1,) * len(sizes), num_replicas=1, drop_last=False)
-    return InterleavedSchedule(leg, seed=seed, epoch=0)
+    segment = Segment(sizes=sizes, batch_sizes=(1,) * len(sizes), num_replicas=1, drop_last=False)
+    return InterleavedSchedule(segment, seed=seed, epoch=0)
 
 
 @pytest.mark.parametrize("sizes", [(1,), (3, 0, 5), (1000, 10, 1), (30_000, 7_001, 13)])

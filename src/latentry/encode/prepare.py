@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from latentry.cache.format import CacheMetadata, Row
-from latentry.cache.read.samples import OpenShards
+from latentry.cache.read.shard_files import OpenShards
 from latentry.cache.write.commits import Commit
 from latentry.cache.write.workspace import Workspace
 from latentry.encode.pipeline import Outcome

@@ -1,15 +1,14 @@
 """A cache as a map-style PyTorch dataset, grouped into buckets.
 
-Opening reads the index; an item is one cache file, checked against what its row promises. No model
-library is needed: a machine that only trains imports neither diffusers nor transformers for this.
+Opening reads the index only. A batch is read as columns and checked against the samples' rows. Reading needs no model
+library: a training machine imports neither diffusers nor transformers for it.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,28 +20,45 @@ from latentry.cache.index import CacheIndex, open_index
 from latentry.cache.index.file_index import index_of_dicts
 from latentry.cache.index.packed_index import PackedIndex
 from latentry.cache.index.rows import LazyRows, MetadataRows, PackedRows
-from latentry.cache.read.batch_buffers import Loaded
-from latentry.cache.read.buffer_pool import BufferPool
-from latentry.cache.read.read_threads import ReadThreads
-from latentry.cache.read.samples import FileSamples, PackedSamples, Samples, open_samples
+from latentry.cache.read.checks import (
+    IMAGE_FIELDS,
+    IMAGE_TOKEN_FIELDS,
+    VIDEO_FIELDS,
+    FileFields,
+    image_columns,
+    map_samples,
+    video_columns,
+)
+from latentry.cache.read.columns import Columns
+from latentry.cache.read.file_samples import FileSamples
+from latentry.cache.read.packed_samples import PackedSamples
+from latentry.cache.read.resources import ReadResources
+from latentry.cache.read.samples import Samples, open_samples
 from latentry.errors import ConfigError
-from latentry.serve.batch import CachedSamples, Column, Items, Places, each
+from latentry.serve.collate import Batch, image_batch, video_batch
+from latentry.types import BucketShape
 
 logger = logging.getLogger(__name__)
 
-VIDEO_OPTIONAL_FIELDS = {"text_mask": 1, "text_embeddings_2": 2, "text_mask_2": 1, "image_embeds": 2}
-"""Tensors that a video file has if its model does, and their dimensions without the batch's."""
-PLAIN_FIELDS = ("original_resolution", "crop_offset", "aspect_ratio", "bucket_id", "prompt", "image_path")
-"""What is a plain value in most caches, and a tensor in some."""
+VIDEO_OPTIONAL_FIELDS = {field.name: field.num_dims for field in VIDEO_FIELDS.text if not field.required}
+"""Tensors that a video file has if its model uses them, and their dimensions without the batch dimension."""
 
 
-class BaseMultiresolutionDataset(Dataset[dict[str, Any]], ABC):
-    """The samples of a cache by bucket; subclasses say what an item is.
+class BaseMultiresolutionDataset(Dataset[dict[str, Any]]):
+    """The samples of a cache, grouped by bucket. A subclass defines ``read_batch`` or ``__getitem__``.
 
-    ``bucket_groups`` maps a bucket's key to its ``indices``, ``resolution``, ``pixels``,
-    ``aspect_name``, ``aspect_ratio`` and ``num_frames``; ``sorted_bucket_keys`` lists the keys by
-    pixels, ascending, ties in order of first appearance. A key is (aspect name, (width, height)),
-    and where clips of different lengths occur, also the number of frames: a batch always stacks.
+    >>> class Prompts(BaseMultiresolutionDataset):
+    ...     def __getitem__(self, idx):
+    ...         return {"prompt": self.metadata[idx]["prompt"]}
+
+    ``bucket_groups`` maps a bucket's key to its ``indices``, ``resolution``, ``pixels``, ``aspect_name``,
+    ``aspect_ratio`` and ``num_frames``. ``sorted_bucket_keys`` lists the keys by pixels, ascending; ties stay in order
+    of first appearance. A key is (aspect name, (width, height)). If the cache has clips of different lengths, the
+    number of frames is part of the key, so that all samples of a bucket can be stacked.
+
+    Args:
+        cache_dir: The folder of a finished cache.
+        quantization: The sides of buckets are multiples of this; only ``calculator`` uses it.
     """
 
     def __init__(self, cache_dir: str | os.PathLike[str], quantization: int = 64) -> None:
@@ -50,13 +66,60 @@ class BaseMultiresolutionDataset(Dataset[dict[str, Any]], ABC):
             raise ConfigError(f"cache_dir is {cache_dir!r}; it must be the path of a folder")
         self.cache_dir = Path(cache_dir).expanduser().absolute()
         self.calculator = MultiTierBucketCalculator(quantization=quantization)
-        self.batch_memory = BufferPool()
-        self.reads = ReadThreads()
-        self._open()
-
-    def _open(self) -> None:
+        self._resources = ReadResources()
         self._open_cache()
         self._group_by_bucket()
+
+    # ---- reading ----------------------------------------------------------------------------
+
+    def read_batch(self, indices: Sequence[int], resources: ReadResources | None = None) -> Columns:
+        """Read several samples at once, by field.
+
+        Args:
+            indices: Which samples.
+            resources: Memory and threads to read with. By default the dataset's own.
+        """
+        if not self._overrides("__getitem__"):
+            raise NotImplementedError(f"{type(self).__name__} defines neither read_batch nor __getitem__")
+        return Columns.of_items([self[idx] for idx in indices])
+
+    def __getitem__(self, idx: int) -> dict[str, Any]:
+        """One sample, as its collate function expects it."""
+        return self.read_batch([idx]).items()[0]
+
+    def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Any]]:
+        """Several samples. PyTorch's loaders call this with the indices of a batch."""
+        if self._overrides("__getitem__"):
+            return [self[idx] for idx in indices]
+        return self.read_batch(indices).items()
+
+    def collate(self, columns: Columns) -> Batch:
+        """The batch that a trainer receives."""
+        raise NotImplementedError(f"{type(self).__name__} has no collate; give the loader a collate_fn")
+
+    def collate_items(self, items: Sequence[dict[str, Any]]) -> Batch:
+        """The same batch from a list of samples: a ``collate_fn`` for PyTorch's loaders."""
+        return self.collate(Columns.of_items(items))
+
+    @property
+    def has_own_items(self) -> bool:
+        """Whether a subclass overrides ``__getitem__`` or ``__getitems__``, so that batches consist of its items."""
+        return self._overrides("__getitem__") or self._overrides("__getitems__")
+
+    def _overrides(self, name: str) -> bool:
+        """Whether a subclass of the class that defines ``read_batch`` defines this method."""
+        owner, reader = (_defining_class(type(self), method) for method in (name, "read_batch"))
+        return owner is not reader and issubclass(owner, reader)
+
+    def _read_fields(
+        self, indices: Sequence[int], fields: FileFields, resources: ReadResources | None
+    ) -> tuple[Columns, list[BucketShape]]:
+        """These fields as they are stored, and the samples' buckets."""
+        rows = [range(len(self))[idx] for idx in indices]
+        columns = self.samples.read(rows, fields.names, resources or self._resources)
+        return columns, [self.index.shape(row) for row in rows]
+
+    # ---- the cache --------------------------------------------------------------------------
 
     def _open_cache(self) -> None:
         self.index: CacheIndex | PackedIndex = open_index(self.cache_dir, self._aspect_ratio_to_name)
@@ -69,12 +132,12 @@ class BaseMultiresolutionDataset(Dataset[dict[str, Any]], ABC):
 
     @property
     def is_packed(self) -> bool:
-        """Whether samples lie in shards, rather than in files of their own."""
+        """Whether the cache has shards, rather than one file per sample."""
         return isinstance(self.samples, PackedSamples)
 
     @property
     def metadata(self) -> Sequence[dict[str, Any]]:
-        """The samples' rows. A subclass may assign fewer of them, and call ``_group_by_bucket``."""
+        """The samples' rows. A subclass may assign fewer of them, and then call ``_group_by_bucket``."""
         return self._rows
 
     @metadata.setter
@@ -86,7 +149,7 @@ class BaseMultiresolutionDataset(Dataset[dict[str, Any]], ABC):
                 samples = self.samples.some([row["packed_row"] for row in rows])
             except KeyError:
                 raise ConfigError(
-                    f"rows given for {self.cache_dir} lack packed_row; take them from the dataset's metadata"
+                    f"the rows assigned for {self.cache_dir} lack packed_row; take them from the dataset's metadata"
                 ) from None
             named = [{**row, "cache_file": samples.name(i)} for i, row in enumerate(rows)]
             self.samples = samples
@@ -96,7 +159,7 @@ class BaseMultiresolutionDataset(Dataset[dict[str, Any]], ABC):
         self._rows = rows
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leaves out what another process can open by itself."""
+        """Leaves out what the other process opens itself."""
         reopened = ["index", "samples"]
         if isinstance(self._rows, LazyRows):
             reopened += ["_rows", "bucket_groups"]
@@ -110,6 +173,16 @@ class BaseMultiresolutionDataset(Dataset[dict[str, Any]], ABC):
             self.metadata = rows
         else:
             self._group_by_bucket()
+
+    @property
+    def fingerprint(self) -> str:
+        """Identifies the samples and their order, wherever the cache is; a sampler's state holds it."""
+        return self.index.fingerprint
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+    # ---- buckets ----------------------------------------------------------------------------
 
     def _aspect_ratio_to_name(self, aspect_ratio: float) -> str:
         """``tall``, ``square`` or ``wide``."""
@@ -137,7 +210,7 @@ class BaseMultiresolutionDataset(Dataset[dict[str, Any]], ABC):
         )
 
     def get_bucket_info(self) -> dict[str, Any]:
-        """How many samples each bucket has, for people to read."""
+        """The number of samples in each bucket, with readable names."""
         return {
             "total_buckets": len(self.bucket_groups),
             "buckets": {
@@ -146,41 +219,23 @@ class BaseMultiresolutionDataset(Dataset[dict[str, Any]], ABC):
             },
         }
 
-    @property
-    def fingerprint(self) -> str:
-        """Identifies the samples and their order, wherever the cache lies; a sampler's state holds it."""
-        return self.index.fingerprint
 
-    def __len__(self) -> int:
-        return len(self.index)
-
-    @abstractmethod
-    def __getitem__(self, idx: int) -> dict[str, Any]:
-        """One sample, ready for its collate function."""
-
-    def __getitems__(self, indices: Sequence[int]) -> Sequence[dict[str, Any]]:
-        """Several samples; subclasses may read them at once."""
-        return [self[idx] for idx in indices]
-
-    def _load(self, idx: int) -> CachedSamples:
-        """One sample, in memory of its own."""
-        row = range(len(self))[idx]
-        return self._cached([row], Loaded([self.samples.load(row)], {}))
-
-    def _load_many(self, indices: Sequence[int], names: Collection[str]) -> CachedSamples:
-        """Several samples, with these of their tensors, side by side in memory that is used again and again."""
-        rows = [range(len(self))[idx] for idx in indices]
-        return self._cached(
-            rows, self.samples.load_many(rows, {*names, *PLAIN_FIELDS}, self.batch_memory, self.reads)
-        )
-
-    def _cached(self, rows: Sequence[int], loaded: Loaded) -> CachedSamples:
-        shapes = [self.index.shape(row) for row in rows]
-        return CachedSamples(Places(self.cache_dir, self.samples, rows), shapes, loaded)
+def _defining_class(cls: type, name: str) -> type:
+    """The class whose method of this name ``cls`` uses."""
+    return next(base for base in cls.__mro__ if name in vars(base))
 
 
 class TextToImageDataset(BaseMultiresolutionDataset):
-    """Image latents with their text embeddings, or with tokens if the text encoder is trained too."""
+    """Image latents with their text embeddings, or with token ids.
+
+    >>> dataset = TextToImageDataset("cache")
+    >>> dataset[0]["latent"].shape
+    torch.Size([16, 64, 64])
+
+    Args:
+        cache_dir: The folder of a finished image cache.
+        train_text_encoder: Read token ids (``clip_tokens``, ``t5_tokens``) instead of embeddings.
+    """
 
     def __init__(self, cache_dir: str | os.PathLike[str], train_text_encoder: bool = False) -> None:
         if not isinstance(train_text_encoder, bool):
@@ -188,48 +243,29 @@ class TextToImageDataset(BaseMultiresolutionDataset):
         self.train_text_encoder = train_text_encoder
         super().__init__(cache_dir, quantization=64)
 
-    def __getitem__(self, idx: int) -> dict[str, Any]:
-        return dict(self._items(self._load(idx))[0])
+    def read_batch(self, indices: Sequence[int], resources: ReadResources | None = None) -> Columns:
+        if not len(indices):
+            return Columns.of_items([])
+        fields = IMAGE_TOKEN_FIELDS if self.train_text_encoder else IMAGE_FIELDS
+        return image_columns(*self._read_fields(indices, fields, resources), fields)
 
-    def __getitems__(self, indices: Sequence[int]) -> Sequence[dict[str, Any]]:
-        """A batch at once; its tensors lie side by side, so that collating copies nothing."""
-        if type(self).__getitem__ is not TextToImageDataset.__getitem__:
-            return super().__getitems__(indices)
-        return self._items(self._load_many(indices, ("latent", *self._texts, *self._optional_texts)))
-
-    @property
-    def _texts(self) -> Mapping[str, int]:
-        """Tensors of the captions, and their dimensions without the batch's."""
-        return {"clip_tokens": 1, "t5_tokens": 1} if self.train_text_encoder else {"prompt_embeds": 2}
-
-    @property
-    def _optional_texts(self) -> Mapping[str, int]:
-        return {} if self.train_text_encoder else {"pooled_prompt_embeds": 1, "clip_hidden": 2}
-
-    def _items(self, cached: CachedSamples) -> Items:
-        tensors: dict[str, Column] = {
-            "latent": cached.latents("latent", 3),
-            "crop_resolution": torch.tensor([(shape.width, shape.height) for shape in cached.shapes]),
-            "original_resolution": cached.pairs("original_resolution"),
-            "crop_offset": cached.pairs("crop_offset"),
-        }
-        tensors |= {key: cached.tensors(key, num_dims) for key, num_dims in self._texts.items()}
-        for key, num_dims in self._optional_texts.items():
-            if cached.has(key):
-                tensors[key] = cached.tensors(key, num_dims, required=False)
-        values = {
-            "prompt": cached.values("prompt"),
-            "image_path": cached.values("image_path"),
-            "bucket_id": cached.optional("bucket_id"),
-            "aspect_ratio": cached.aspect_ratios(),
-        }
-        return Items.of(tensors, values, cached.places)
+    def collate(self, columns: Columns) -> Batch:
+        return image_batch(columns)
 
 
 class TextToVideoDataset(BaseMultiresolutionDataset):
-    """Video latents with their text embeddings and whatever else their model conditions on.
+    """Video latents with their text embeddings and the other tensors that their model uses.
 
     Tensors keep the leading dimension of 1 that video files store them with.
+
+    >>> dataset = TextToVideoDataset("clip_cache", model_type="wan")
+    >>> dataset[0]["video_latents"].shape
+    torch.Size([1, 16, 21, 60, 104])
+
+    Args:
+        cache_dir: The folder of a finished video cache.
+        model_type: The model that is trained. A warning is logged if the cache was made for another one.
+        device: Where the tensors of samples are put.
     """
 
     def __init__(
@@ -246,26 +282,17 @@ class TextToVideoDataset(BaseMultiresolutionDataset):
                 "%s was made for %r, but model_type is %r", self.cache_dir, written_for, model_type
             )
 
-    def __getitem__(self, idx: int) -> dict[str, Any]:
-        return dict(self._items(self._load(idx))[0])
-
-    def __getitems__(self, indices: Sequence[int]) -> Sequence[dict[str, Any]]:
-        """A batch at once; its tensors lie side by side, so that collating copies nothing."""
-        if type(self).__getitem__ is not TextToVideoDataset.__getitem__:
-            return super().__getitems__(indices)
-        names = ("video_latents", "text_embeddings", *VIDEO_OPTIONAL_FIELDS)
-        return self._items(self._load_many(indices, names))
-
-    def _items(self, cached: CachedSamples) -> Items:
+    def read_batch(self, indices: Sequence[int], resources: ReadResources | None = None) -> Columns:
+        if not len(indices):
+            return Columns.of_items([])
+        columns = video_columns(*self._read_fields(indices, VIDEO_FIELDS, resources), VIDEO_FIELDS)
         tensors = {
-            "video_latents": cached.latents("video_latents", 4),
-            "text_embeddings": cached.tensors("text_embeddings", 2),
+            name: column
+            if name == "bucket_resolution"
+            else map_samples(column, lambda batch: batch[:, None].to(self.device))
+            for name, column in columns.tensors.items()
         }
-        for key, num_dims in VIDEO_OPTIONAL_FIELDS.items():
-            if cached.has(key):
-                tensors[key] = cached.tensors(key, num_dims, required=False)
-        tensors = {
-            key: each(column, lambda batch: batch[:, None].to(self.device)) for key, column in tensors.items()
-        }
-        tensors["bucket_resolution"] = torch.tensor([(shape.width, shape.height) for shape in cached.shapes])
-        return Items.of(tensors, {"aspect_ratio": cached.aspect_ratios()}, cached.places)
+        return Columns(columns.num_samples, tensors, columns.values, columns.describe)
+
+    def collate(self, columns: Columns) -> Batch:
+        return video_batch(columns)

@@ -1,8 +1,9 @@
-"""The loader: a ``DataLoader`` of PyTorch's with three differences.
+"""The loader: PyTorch's ``DataLoader`` with threads as workers and an exact state.
 
-Its state counts the batches the trainer received (not those that were read ahead), it leaves the global random state
-alone, and its workers are threads. Reading is system calls, during which other threads run; a worker process would have
-to hand over its batches through shared memory, which costs more than reading them.
+It differs from its base class in three ways. Its state counts the batches that the trainer received, not those that
+were prefetched. It leaves the global random state alone. Its workers are threads: reading is system calls, during
+which other threads run, while a worker process would pass its batches through shared memory, which costs more than
+reading them.
 """
 
 from __future__ import annotations
@@ -18,35 +19,45 @@ from torch.utils.data import DataLoader
 
 from latentry.cache.read.buffer_pool import BufferPool
 from latentry.cache.read.read_threads import ReadThreads
+from latentry.cache.read.resources import ReadResources
 from latentry.errors import ConfigError, StateError
+from latentry.serve.accelerate_hooks import AccelerateHooks
 from latentry.serve.collate import Batch
 from latentry.serve.dataset import BaseMultiresolutionDataset
+from latentry.serve.progress import EpochIteration
 from latentry.serve.sampler import SequentialBucketSampler
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoaderConfig:
-    """How a cache is served: the values of the builders' parameters, checked."""
+    """How a cache is served: the builders' parameters, checked."""
 
     batch_size: int
-    """Samples per batch and rank; with ``dynamic_batch_size``, that at ``base_resolution``."""
+    """Samples per batch and rank; with ``dynamic_batch_size`` the number at ``base_resolution``."""
     dp_rank: int | None
-    """None, like that of ``dp_world_size``, asks ``torch.distributed``."""
+    """This rank; None asks ``torch.distributed``."""
     dp_world_size: int | None
+    """The number of ranks; None asks ``torch.distributed``."""
     base_resolution: Sequence[int]
+    """Width and height that ``batch_size`` is meant for."""
     drop_last: bool
+    """Leave out the incomplete batch at the end of each bucket."""
     shuffle: bool
+    """Permute the buckets and the samples of each bucket."""
     dynamic_batch_size: bool
+    """Scale batch sizes so that all batches have about the same number of pixels."""
     num_workers: int
-    """Threads that read ahead; 0 reads a batch when it is asked for."""
+    """Threads that prefetch batches; 0 reads each batch when it is requested."""
     pin_memory: bool
-    """Page-locked batches, for quicker copies to a GPU; without one it is ignored."""
+    """Read batches into pinned memory, for faster copies to a GPU; ignored without CUDA."""
     prefetch_factor: int
-    """Batches that are read ahead for each worker."""
+    """Batches that are prefetched per worker."""
     seed: int
+    """Seed of the permutations."""
     device: str | torch.device | None
-    """Where batches go before the trainer gets them; None leaves them in main memory."""
+    """Where batches are moved before the trainer gets them; None leaves them in main memory."""
     bucket_order: str
+    """``sequential`` or ``interleaved``."""
 
     def __post_init__(self) -> None:
         for name, least in (("batch_size", 1), ("num_workers", 0), ("prefetch_factor", 1), ("seed", 0)):
@@ -76,56 +87,85 @@ class LoaderConfig:
                 f"device is {self.device!r}; write for example 'cuda', 'cuda:1' or 'cpu'"
             ) from None
         if device.type == "cuda" and not torch.cuda.is_available():
-            raise ConfigError(f"device is {self.device!r}, but there is no CUDA device here; use 'cpu'")
+            raise ConfigError(f"device is {self.device!r}, but there is no CUDA device; use 'cpu'")
         return device
 
 
-class LatentDataLoader(DataLoader[Any]):
-    """Batches of a cache, with a state that says what the trainer has received.
+class LatentDataLoader(AccelerateHooks, DataLoader[Any]):
+    """Batches of a cache, with a state that counts what the trainer has received.
 
     >>> for batch in loader: ...
     >>> torch.save(loader.state_dict(), "loader.pt")
     >>> loader.load_state_dict(torch.load("loader.pt"))   # with any num_workers, on any number of ranks
+
+    ``dataset``, ``batch_sampler``, ``collate_fn``, ``num_workers``, ``prefetch_factor``, ``pin_memory`` and ``len()``
+    mean what they mean for PyTorch's ``DataLoader``, except that workers are threads. ``pin_memory`` is False without
+    CUDA, and ``prefetch_factor`` is None without workers.
+
+    Only one pass over the loader counts at a time. Beginning another pass, or iterating over the sampler, ends the
+    earlier one: its next batch raises ``StateError``.
+
+    Args:
+        dataset: The samples.
+        sampler: Their order; the loader's state is the sampler's state.
+        config: How batches are read. Its values for the sampler are not used here.
+        collate_fn: Makes a batch of a list of samples. By default the dataset's own ``collate``, which needs no copy.
     """
 
     def __init__(
         self,
         dataset: BaseMultiresolutionDataset,
         sampler: SequentialBucketSampler,
-        collate_fn: Callable[[Sequence[Mapping[str, Any]]], Batch],
         config: LoaderConfig,
+        collate_fn: Callable[[Sequence[Mapping[str, Any]]], Batch] | None = None,
     ) -> None:
-        # Batches are put together in page-locked memory, if that is wanted, not copied there.
-        dataset.batch_memory = BufferPool(config.pin_memory and torch.cuda.is_available())
-        if config.num_workers and not dataset.is_packed:
-            # Several batches are read at a time already. Threads that only read still help where nothing else is to
-            # be done for a sample, but not where its file must be understood first: Python's lock is what is short.
-            dataset.reads = ReadThreads(1)
         super().__init__(
             dataset,
             batch_sampler=sampler,
-            collate_fn=collate_fn,
+            collate_fn=dataset.collate_items if collate_fn is None else collate_fn,
         )
-        sampler.counts_on_yield = False
+        # Set after PyTorch's own __init__, which would warn about worker processes that do not exist.
+        self.num_workers = config.num_workers
+        self.prefetch_factor = config.prefetch_factor if config.num_workers else None
+        self.pin_memory = config.pin_memory and torch.cuda.is_available()
         self.bucket_sampler = sampler
         self.device = config.torch_device
-        self.num_threads = config.num_workers
-        self._read_ahead = config.prefetch_factor * config.num_workers
+        # Workers read several batches at a time. More threads per batch still help if a sample needs only reads, but
+        # not if its file has to be parsed: then the GIL is the bottleneck.
+        one_thread = config.num_workers > 0 and not dataset.is_packed
+        self._resources = ReadResources(
+            BufferPool(self.pin_memory), ReadThreads(1) if one_thread else ReadThreads()
+        )
 
-    def _batches(self) -> Iterator[Batch]:
-        """Batches in order, read ahead by threads, or as they are asked for.
+    def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]  # a generator, not PyTorch's iterator class
+        iteration = self.bucket_sampler.begin_iteration()
+        with self.announced_to_accelerate():
+            for step, batch in zip(iteration.steps, self._batches(iteration), strict=True):
+                if not iteration.is_current:
+                    raise StateError(
+                        "a newer iteration of this loader or its sampler, or another epoch, has begun; "
+                        "continue with the newest one"
+                    )
+                iteration.mark_received(step)
+                self.end_of_dataloader = step == iteration.steps[-1]
+                yield batch if self.device is None else _to_device(batch, self.device)
 
-        PyTorch's own iterators draw seeds from the global generator, and a resumed training run would see other noise.
+    def _batches(self, iteration: EpochIteration) -> Iterator[Batch]:
+        """The batches in order, prefetched by threads, or read on request.
+
+        PyTorch's own iterators draw seeds from the global generator, so a resumed run would see other noise.
         """
-        if not self.num_threads:
-            yield from map(self._batch, self.bucket_sampler)
+        if not self.num_workers:
+            for step in iteration.steps:
+                yield self._batch(iteration.indices(step))
             return
+        max_waiting = self.num_workers * (self.prefetch_factor or 1)
         waiting: deque[Future[Batch]] = deque()
-        with ThreadPoolExecutor(self.num_threads, thread_name_prefix="latentry") as pool:
+        with ThreadPoolExecutor(self.num_workers, thread_name_prefix="latentry") as pool:
             try:
-                for indices in self.bucket_sampler:
-                    waiting.append(pool.submit(self._batch, indices))
-                    if len(waiting) > self._read_ahead:
+                for step in iteration.steps:
+                    waiting.append(pool.submit(self._batch, iteration.indices(step)))
+                    if len(waiting) > max_waiting:
                         yield waiting.popleft().result()
                 while waiting:
                     yield waiting.popleft().result()
@@ -134,30 +174,35 @@ class LatentDataLoader(DataLoader[Any]):
 
     def _batch(self, indices: Sequence[int]) -> Batch:
         dataset: Any = self.dataset
-        batch: Batch = self.collate_fn(dataset.__getitems__(indices))
+        if dataset.has_own_items:
+            items = dataset.__getitems__(indices)
+        else:
+            columns = dataset.read_batch(indices, self._resources)
+            if self.collate_fn == dataset.collate_items:
+                collated: Batch = dataset.collate(columns)
+                return collated
+            items = columns.items()
+        batch: Batch = self.collate_fn(items)
         return batch
 
-    def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]  # a generator, not torch's iterator class
-        sampler = self.bucket_sampler
-        iteration = sampler.begin_iteration()
-        for batch in self._batches():
-            if not sampler.is_current(iteration):
-                raise StateError(
-                    "a newer iteration of this loader, or another epoch, has begun; go on with that one"
-                )
-            sampler.advance(iteration)
-            yield batch if self.device is None else _to_device(batch, self.device)
-
     def set_epoch(self, epoch: int) -> None:
-        """Go to this epoch's shuffle."""
+        """Use this epoch's shuffle, from its beginning.
+
+        Args:
+            epoch: The epoch. If it is the epoch of a state just loaded, the loaded position is kept.
+        """
         self.bucket_sampler.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the trainer stands; the same as the sampler's state."""
+        """The position of the trainer as plain numbers; the same as the sampler's state."""
         return self.bucket_sampler.state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on behind the batches that the state says were received."""
+        """Continue after the batches that the state counts as received.
+
+        Args:
+            state_dict: What ``state_dict`` returned, with any number of workers and ranks.
+        """
         self.bucket_sampler.load_state_dict(state_dict)
 
 

@@ -1,15 +1,13 @@
-"""In which order samples come: permutations and the epoch's schedule, as pure functions of integers.
+"""The order of samples: permutations and the epoch's schedule, as pure functions of integers.
 
-Nothing here is reached by iterating. Which bucket step k belongs to is arithmetic; which samples
-it holds is one look into a permutation. Two sorts of permutation trade memory for compatibility:
+Any batch is computed directly, without iterating. Arithmetic gives the bucket of step k, and one lookup in a
+permutation gives its samples. Two kinds of permutation trade memory for compatibility:
 
-- up to ``RANDPERM_LIMIT`` samples, ``torch.randperm`` from one generator that is drawn from bucket
-  by bucket, because that is the order existing training runs have (4 bytes a sample, one bucket at
-  a time);
-- beyond, a keyed bijection: a Feistel network that computes any entry on its own, in constant
-  memory, at about 0.2 µs an index.
+- Up to ``RANDPERM_LIMIT`` samples: ``torch.randperm`` from one generator, bucket after bucket, because existing
+  training runs have that order. It takes 4 bytes per sample, for one bucket at a time.
+- Above: a keyed bijection. A Feistel network computes each entry on its own, in constant memory, in about 0.2 µs.
 
-``ORDER_VERSION`` names this recipe. Change anything that changes an order, and it must change too.
+Any change that changes an order must change ``ORDER_VERSION`` too.
 """
 
 from __future__ import annotations
@@ -30,8 +28,8 @@ RANDPERM_LIMIT = 1 << 20
 """Buckets with more samples than this are permuted by the keyed bijection."""
 
 _FEISTEL_ROUNDS = 8
-_ROUND_STEPS = 1 << 14
-"""Interleaved epochs are shuffled in stretches of about this many steps (see ``InterleavedSchedule``)."""
+_CHUNK_STEPS = 1 << 14
+"""Interleaved epochs are shuffled in chunks of about this many steps (see ``InterleavedSchedule``)."""
 
 Indices = npt.NDArray[np.int64]
 
@@ -42,9 +40,9 @@ class FeistelPermutation:
     >>> sorted(FeistelPermutation(5, key=1)(np.arange(5)).tolist())
     [0, 1, 2, 3, 4]
 
-    The network permutes all numbers of ``(size - 1).bit_length()`` bits, split into two halves
-    that may differ by a bit. A result past the end is sent through again until it falls inside
-    (cycle walking), which at least every second one does at once.
+    The network permutes all numbers of ``(size - 1).bit_length()`` bits, split into two halves that may differ by a
+    bit. A result that is not below ``size`` is permuted again until it is (cycle walking). At least half of the
+    results are below ``size`` at the first attempt.
     """
 
     def __init__(self, size: int, key: int) -> None:
@@ -81,11 +79,18 @@ def _mix(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 
 class EpochPermutations:
-    """The epoch's bucket order, and each bucket's sample order, drawn when first asked for.
+    """The epoch's order of buckets, and the order of samples in each bucket, drawn on first use.
 
-    A bucket's ``randperm`` depends on the draws before it, so reaching bucket b costs at most the
-    permutations that come before; the generator's state at each bucket is kept, so going back
-    costs one. ``keep`` is how many drawn permutations stay in memory.
+    A bucket's ``randperm`` depends on the draws before it, so reaching a bucket costs at most the permutations of the
+    buckets before it. The generator's state at each bucket is kept, so returning to a bucket costs one permutation.
+
+    Args:
+        sizes: Samples per bucket.
+        seed: The sampler's seed.
+        epoch: The epoch.
+        shuffle_buckets: Whether buckets are permuted.
+        shuffle_within_bucket: Whether the samples of a bucket are permuted.
+        keep: How many permutations stay in memory.
     """
 
     def __init__(
@@ -115,7 +120,7 @@ class EpochPermutations:
             self._state_before[self._drawn[0]] = generator.get_state()
 
     def take(self, bucket: int, positions: Indices) -> Indices:
-        """The bucket's samples (counted within it) that stand at these positions of its order."""
+        """The samples at these positions of the bucket's order, as positions within the bucket."""
         if not self._shuffle:
             return positions
         if (size := self._sizes[bucket]) > RANDPERM_LIMIT:
@@ -139,33 +144,33 @@ class EpochPermutations:
 
 
 @dataclass(frozen=True)
-class Leg:
-    """A stretch of an epoch that runs on one set-up: so many ranks, such batches.
+class Segment:
+    """The part of an epoch that runs with one number of ranks and one set of batch sizes.
 
-    An undisturbed epoch is one leg. Resuming on another number of ranks, or with other batch
-    sizes, begins a new one over what the earlier legs left.
+    An undisturbed epoch is one segment. Resuming with another number of ranks or other batch sizes begins a new
+    segment over the samples that the earlier ones left.
     """
 
     sizes: tuple[int, ...]
     """Samples per bucket, in the dataset's order of buckets."""
     batch_sizes: tuple[int, ...]
-    """Samples per batch and rank, per bucket."""
+    """Samples per batch and rank, for each bucket."""
     num_replicas: int
     drop_last: bool
     bucket_order: str = "sequential"
     first_batch: int = 0
-    """How many batches of the epoch the earlier legs yielded."""
+    """The number of batches in the earlier segments."""
     consumed: tuple[int, ...] = field(default=())
-    """Positions of each bucket's order that the earlier legs used up; empty for none."""
+    """Positions of each bucket's order that the earlier segments used; empty for none."""
 
     @cached_property
     def starts(self) -> tuple[int, ...]:
-        """The first position of each bucket's order that is this leg's."""
+        """The first position of each bucket's order that belongs to this segment."""
         return self.consumed or (0,) * len(self.sizes)
 
     @cached_property
     def samples_per_rank(self) -> tuple[int, ...]:
-        """What each rank gets of each bucket, after padding to a multiple of the ranks."""
+        """Samples of each bucket for each rank, after padding to a multiple of the ranks."""
         return tuple(
             -(-max(0, size - start) // self.num_replicas)
             for size, start in zip(self.sizes, self.starts, strict=True)
@@ -183,30 +188,35 @@ class Leg:
     def total_batches(self) -> int:
         return sum(self.num_batches)
 
+    @property
+    def end_batch(self) -> int:
+        """The number of batches of the epoch up to the end of this segment."""
+        return self.first_batch + self.total_batches
+
     def left_out(self, bucket: int) -> int:
         """Samples of this bucket that ``drop_last`` leaves out."""
         used = self.num_batches[bucket] * self.batch_sizes[bucket] * self.num_replicas
         return max(0, self.sizes[bucket] - self.starts[bucket] - used)
 
     def batch_length(self, bucket: int, batch: int) -> int:
-        """Samples that each rank gets in the bucket's batch number ``batch`` of this leg."""
+        """Samples for each rank in batch number ``batch`` of this bucket and segment."""
         size = self.batch_sizes[bucket]
         return min(size, self.samples_per_rank[bucket] - batch * size)
 
     def positions(self, bucket: int, batch: int, rank: int) -> Indices:
-        """Where in the bucket's order this rank's samples of that batch stand.
+        """The positions in the bucket's order of this rank's samples of a batch.
 
-        Together the ranks take a contiguous run; past the end the run goes on at the beginning,
-        which is the padding that gives every rank equally many.
+        The ranks together take a contiguous run. A run past the end continues at the beginning: that is the padding
+        that gives every rank the same number of samples.
         """
         count = self.batch_length(bucket, batch)
-        within_leg = (batch * self.batch_sizes[bucket] + np.arange(count)) * self.num_replicas + rank
-        return (self.starts[bucket] + within_leg) % self.sizes[bucket]
+        within_segment = (batch * self.batch_sizes[bucket] + np.arange(count)) * self.num_replicas + rank
+        return (self.starts[bucket] + within_segment) % self.sizes[bucket]
 
     def consumed_after(self, batches_done: Sequence[int]) -> tuple[int, ...]:
-        """Positions of each bucket's order used up once so many of its batches have been yielded.
+        """Positions of each bucket's order that are used after this many of its batches.
 
-        A bucket that is through is used up whole: what ``drop_last`` left out of it stays out.
+        A completed bucket is used up: the samples that ``drop_last`` left out of it stay out.
         """
         if 0 < sum(batches_done) == self.total_batches:
             return self.sizes
@@ -221,19 +231,19 @@ class Leg:
 class SequentialSchedule:
     """All batches of one bucket, then all of the next, in the epoch's bucket order."""
 
-    def __init__(self, leg: Leg, bucket_sequence: Sequence[int]) -> None:
+    def __init__(self, segment: Segment, bucket_sequence: Sequence[int]) -> None:
         self._sequence = bucket_sequence
-        self._num_batches = leg.num_batches
-        self._ends = np.cumsum([leg.num_batches[b] for b in bucket_sequence]).tolist()
+        self._num_batches = segment.num_batches
+        self._ends = np.cumsum([segment.num_batches[b] for b in bucket_sequence]).tolist()
 
     def locate(self, step: int) -> tuple[int, int]:
-        """The bucket of this step of the leg, and which of its batches."""
+        """The bucket of this step of the segment, and the number of the batch within the bucket."""
         turn = bisect_right(self._ends, step)
         bucket = self._sequence[turn]
         return bucket, step - (self._ends[turn] - self._num_batches[bucket])
 
     def batches_done(self, step: int) -> list[int]:
-        """How many batches of each bucket come before this step."""
+        """The number of batches of each bucket before this step."""
         done = [0] * len(self._num_batches)
         for bucket, end in zip(self._sequence, self._ends, strict=True):
             count = self._num_batches[bucket]
@@ -242,56 +252,55 @@ class SequentialSchedule:
 
 
 class InterleavedSchedule:
-    """The next bucket is drawn at random, in proportion to the batches each has left.
+    """Buckets in random order: each next one is drawn in proportion to the batches it has left.
 
-    Drawing without replacement in proportion to what is left is the same as shuffling the list of
-    all batches' bucket labels, so that is what is done: in one piece up to about 16,000 steps.
-    Longer epochs are cut into stretches that each hold every bucket's exact share and are shuffled
-    on their own, which keeps any step a fraction of a millisecond away.
+    That equals shuffling a list with one label per batch. Up to about 16,000 steps the whole list is shuffled. Longer
+    epochs are cut into chunks that each hold the exact share of every bucket and are shuffled separately, so any step
+    is computed in a fraction of a millisecond.
     """
 
-    def __init__(self, leg: Leg, *, seed: int, epoch: int) -> None:
-        self._num_batches = np.array(leg.num_batches, dtype=np.int64)
-        self._total = leg.total_batches
-        self._num_stretches = max(1, -(-self._total // _ROUND_STEPS))
-        self._key = (seed, epoch, "interleave", leg.first_batch)
+    def __init__(self, segment: Segment, *, seed: int, epoch: int) -> None:
+        self._num_batches = np.array(segment.num_batches, dtype=np.int64)
+        self._total = segment.total_batches
+        self._num_chunks = max(1, -(-self._total // _CHUNK_STEPS))
+        self._key = (seed, epoch, "interleave", segment.first_batch)
         self._cached: tuple[int, Indices, Indices] | None = None
 
     def locate(self, step: int) -> tuple[int, int]:
-        stretch, offset = self._stretch_of(step)
-        labels, ranks = self._labels(stretch)
+        chunk, offset = self._chunk_of(step)
+        labels, ranks = self._labels(chunk)
         bucket = int(labels[offset])
-        return bucket, int(self._before(stretch)[bucket] + ranks[offset])
+        return bucket, int(self._before(chunk)[bucket] + ranks[offset])
 
     def batches_done(self, step: int) -> list[int]:
         if step >= self._total:
             return [int(count) for count in self._num_batches]
-        stretch, offset = self._stretch_of(step)
-        labels, _ = self._labels(stretch)
+        chunk, offset = self._chunk_of(step)
+        labels, _ = self._labels(chunk)
         within = np.bincount(labels[:offset], minlength=len(self._num_batches))
-        return [int(count) for count in self._before(stretch) + within]
+        return [int(count) for count in self._before(chunk) + within]
 
-    def _before(self, stretch: int) -> Indices:
-        """Batches of each bucket in the stretches before this one."""
-        return self._num_batches * stretch // self._num_stretches
+    def _before(self, chunk: int) -> Indices:
+        """Batches of each bucket in the chunks before this one."""
+        return self._num_batches * chunk // self._num_chunks
 
-    def _stretch_of(self, step: int) -> tuple[int, int]:
-        stretch = step * self._num_stretches // self._total  # off by one at most: shares are rounded
-        while self._before(stretch).sum() > step:
-            stretch -= 1
-        while self._before(stretch + 1).sum() <= step:
-            stretch += 1
-        return stretch, step - int(self._before(stretch).sum())
+    def _chunk_of(self, step: int) -> tuple[int, int]:
+        chunk = step * self._num_chunks // self._total  # off by one at most: shares are rounded
+        while self._before(chunk).sum() > step:
+            chunk -= 1
+        while self._before(chunk + 1).sum() <= step:
+            chunk += 1
+        return chunk, step - int(self._before(chunk).sum())
 
-    def _labels(self, stretch: int) -> tuple[Indices, Indices]:
-        """The stretch's bucket at each step, and how often that bucket came before in it."""
-        if self._cached is None or self._cached[0] != stretch:
-            shares = self._before(stretch + 1) - self._before(stretch)
+    def _labels(self, chunk: int) -> tuple[Indices, Indices]:
+        """The bucket at each step of the chunk, and how often that bucket came before within the chunk."""
+        if self._cached is None or self._cached[0] != chunk:
+            shares = self._before(chunk + 1) - self._before(chunk)
             generator = torch.Generator()
-            generator.manual_seed(derived_seed(*self._key, stretch))
+            generator.manual_seed(derived_seed(*self._key, chunk))
             shuffle = torch.randperm(int(shares.sum()), generator=generator).numpy()
             labels = np.repeat(np.arange(len(shares)), shares)[shuffle]
             ranks = np.empty_like(labels)
             ranks[np.argsort(labels, kind="stable")] = np.concatenate([np.arange(n) for n in shares])
-            self._cached = (stretch, labels, ranks)
+            self._cached = (chunk, labels, ranks)
         return self._cached[1], self._cached[2]

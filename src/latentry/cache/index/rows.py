@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, overload
 
 from latentry.cache.format import read_row_dicts, relative_path
+from latentry.cache.index.file_index import CacheIndex
 from latentry.cache.index.packed_index import PackedIndex
 
 
@@ -85,3 +86,10 @@ class PackedRows(LazyRows):
             "cache_file": str(self._cache_dir / self._index.relative_file(position)),
             "packed_row": position,
         }
+
+
+def open_rows(cache_dir: Path, index: CacheIndex | PackedIndex) -> LazyRows:
+    """The rows of the cache that an index lists."""
+    if isinstance(index, PackedIndex):
+        return PackedRows(cache_dir, index)
+    return MetadataRows(cache_dir, index.metadata.shards, index.shard_lengths)

@@ -27,7 +27,7 @@ def load_cache_file(cache_dir: Path, relative: str) -> dict[str, Any]:
         else:
             data = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:
-        raise CacheNotFoundError(f"{path} is absent, but the cache's metadata lists it") from None
+        raise CacheNotFoundError(f"{path} is missing, but the cache's metadata lists it") from None
     except (PermissionError, IsADirectoryError) as error:
         raise CacheFileError(f"{path} cannot be read: {error.strerror}") from None
     except pickle.UnpicklingError:

@@ -1,8 +1,8 @@
-"""The reads of a batch, several at a time.
+"""A small thread pool that reads the parts of a batch.
 
-A disk serves many requests as quickly as one, and a single thread that copies does not use all of a memory's
-speed. So a batch's reads are shared between the thread that asks for it and a few others, on half of the cores that
-a rank has: the others are the trainer's.
+A disk serves many requests as fast as one, and a single copying thread does not use the full memory bandwidth. So the
+reads of a batch are shared between the calling thread and a few others. They use at most half of a rank's cores: the
+trainer needs the rest.
 """
 
 from __future__ import annotations
@@ -17,25 +17,34 @@ from torch.utils.data import get_worker_info
 
 from latentry.hardware import num_cores, num_ranks
 
-_MOST_THREADS = 8
-_WORTHWHILE_BYTES = 1 << 22
-"""Below that a batch is read before another thread has begun."""
+_MAX_THREADS = 8
+_MIN_SHARED_BYTES = 1 << 22
+"""A smaller batch is read before another thread has started."""
 
 
 class ReadThreads:
-    """Threads for reading batches, the calling one among them; for callers in any number of threads."""
+    """Runs reads on several threads, including the calling one. Any number of threads may call it.
+
+    Args:
+        num_threads: How many threads read one batch. By default half of the cores that a rank has, at most 8.
+    """
 
     def __init__(self, num_threads: int | None = None) -> None:
-        self._num_threads = num_threads or max(1, min(_MOST_THREADS, num_cores() // (2 * num_ranks())))
+        self.num_threads = num_threads or max(1, min(_MAX_THREADS, num_cores() // (2 * num_ranks())))
         self._lock = threading.Lock()
         self._pool: ThreadPoolExecutor | None = None
         self._process = 0
 
     def __reduce__(self) -> tuple[type[ReadThreads], tuple[int]]:
-        return (ReadThreads, (self._num_threads,))
+        return (ReadThreads, (self.num_threads,))
 
     def run(self, reads: Sequence[Callable[[], None]], num_bytes: int) -> None:
-        """Do all of these reads, of so many bytes together; of several errors the first one's is raised."""
+        """Run all reads, and return when all have ended. Raises the error of the first read that failed.
+
+        Args:
+            reads: Functions that each read one part.
+            num_bytes: The size of all parts together. Small batches stay on the calling thread.
+        """
         waiting = deque(enumerate(reads))
         failures: dict[int, Exception] = {}
 
@@ -43,14 +52,14 @@ class ReadThreads:
             while waiting:
                 try:
                     number, read = waiting.popleft()
-                except IndexError:  # another thread was quicker
+                except IndexError:  # another thread took the last one
                     return
                 try:
                     read()
                 except Exception as error:
                     failures[number] = error
 
-        helpers = self._helpers(work, len(reads), num_bytes)
+        helpers = self._start_helpers(work, len(reads), num_bytes)
         try:
             work()
         finally:
@@ -59,13 +68,13 @@ class ReadThreads:
         if failures:
             raise failures[min(failures)]
 
-    def _helpers(self, work: Callable[[], None], num_reads: int, num_bytes: int) -> list[Future[None]]:
-        count = min(self._num_threads, num_reads) - 1
-        # A worker process has been given one core.
-        if count < 1 or num_bytes < _WORTHWHILE_BYTES or get_worker_info() is not None:
+    def _start_helpers(self, work: Callable[[], None], num_reads: int, num_bytes: int) -> list[Future[None]]:
+        count = min(self.num_threads, num_reads) - 1
+        # A worker process of PyTorch's DataLoader has one core.
+        if count < 1 or num_bytes < _MIN_SHARED_BYTES or get_worker_info() is not None:
             return []
         with self._lock:
-            if self._pool is None or self._process != os.getpid():  # threads do not come along into a fork
-                self._pool = ThreadPoolExecutor(self._num_threads - 1, thread_name_prefix="latentry-read")
+            if self._pool is None or self._process != os.getpid():  # a forked process has no threads
+                self._pool = ThreadPoolExecutor(self.num_threads - 1, thread_name_prefix="latentry-read")
                 self._process = os.getpid()
             return [self._pool.submit(work) for _ in range(count)]

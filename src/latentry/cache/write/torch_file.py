@@ -1,106 +1,161 @@
-"""Files as ``torch.save`` writes them, without its copies and without holding Python's lock.
+"""Files as ``torch.save`` writes them, without its copies and without holding the GIL.
 
-``torch.save`` copies a sample several times and lets no other thread run meanwhile; while a run writes dozens
-of samples a second, the thread that feeds the device would wait for that. So torch is asked for the outline of
-the file, which takes a fraction of a millisecond, and the tensors' bytes are put between its parts.
+``torch.save`` copies a sample several times and holds the GIL meanwhile. A run writes dozens of samples a second, and
+the thread that feeds the device would wait for the GIL. So ``torch.save`` writes only the skeleton of the file, which
+takes a fraction of a millisecond, and the tensors' bytes are inserted where the skeleton leaves gaps for them.
+
+This depends on the layout of PyTorch's files. A layout that is not known is detected, and ``torch.save`` then writes
+the whole file.
 """
 
 from __future__ import annotations
 
+import functools
+import io
+import logging
 import struct
 import sys
 import zlib
-from collections.abc import Iterator
+from bisect import bisect_right
 from typing import Any
 
 import torch
 
-_DESCRIPTOR = b"PK\x07\x08"
-_CHECKSUM_IN_DESCRIPTOR = 4
-_ENTRY = struct.Struct("<4s6H3I5H2I")
-_ENTRY_MARK = b"PK\x01\x02"
-_CHECKSUM_IN_ENTRY = 16
+from latentry.cache.torch_zip import (
+    DESCRIPTOR_MARK,
+    ENTRY_CHECKSUM,
+    UnknownArchive,
+    content_offset,
+    read_entries,
+)
+
+logger = logging.getLogger(__name__)
 
 
 def torch_file_parts(data: dict[str, Any]) -> list[Any]:
-    """The bytes of ``torch.save(data)`` in pieces, for a dictionary of tensors and plain values."""
-    contents = [
-        value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
-        for value in data.values()
-        if isinstance(value, torch.Tensor) and value.numel()
-    ]
-    outline = _Outline()
-    with torch.serialization.skip_data():
-        torch.save(_hollow(data), outline)  # type: ignore[arg-type]
-    waiting = iter(contents)
-    parts: list[Any] = []
-    checksums: list[bytes] = []
-    for part in outline.parts:
-        if isinstance(part, int):
-            content = next(waiting)
-            assert len(content) == part, "torch has laid out its file in an unknown way"
-            checksums.append(struct.pack("<I", zlib.crc32(content)))
-            parts.append(content)
-            continue
-        if part.startswith(_DESCRIPTOR) and parts and isinstance(parts[-1], memoryview):
-            part[_CHECKSUM_IN_DESCRIPTOR : _CHECKSUM_IN_DESCRIPTOR + 4] = checksums[-1]
-        parts.append(part)
-    _enter_checksums(parts, data, checksums)
-    return parts
+    """The bytes of ``torch.save(data)`` as buffers to be written one after the other.
 
+    >>> with open("sample.pt", "wb") as file:
+    ...     file.writelines(torch_file_parts({"latent": latent, "prompt": "a cat"}))
 
-def _hollow(data: dict[str, Any]) -> dict[str, Any]:
-    """The same dictionary with tensors that hold nothing yet, each in a storage of its own.
-
-    CaptionBatches that are equal are made one object: a pickle says a text once and then refers to it, so which are
-    one would show in the bytes.
+    ``data`` is a dictionary of tensors and plain values. The buffers share the tensors' memory where possible, so
+    write them before the tensors change.
     """
-    hollow = {}
+    tensors = [
+        value.detach().cpu().contiguous() for value in data.values() if isinstance(value, torch.Tensor)
+    ]
+    try:
+        return _filled_skeleton(data, tensors)
+    except Exception as error:  # whatever is unknown about the layout, torch.save itself has the last word
+        _warn_once(f"{type(error).__name__}: {error}")
+    return [_saved_whole(data, tensors)]
+
+
+@functools.lru_cache(maxsize=8)
+def _warn_once(reason: str) -> None:
+    logger.warning(
+        "torch %s writes files in an unknown layout (%s); using torch.save, which is slower",
+        torch.__version__,
+        reason,
+    )
+
+
+def _saved_whole(data: dict[str, Any], tensors: list[torch.Tensor]) -> memoryview:
+    """What ``torch.save`` makes of the data, each tensor in its own storage."""
+    copies = iter([tensor.clone() for tensor in tensors])
+    output = io.BytesIO()
+    torch.save(_with_tensors(data, copies), output)
+    return output.getbuffer()
+
+
+def _with_tensors(data: dict[str, Any], tensors: Any) -> dict[str, Any]:
+    """The same dictionary with other tensors.
+
+    Equal strings become one object: a pickle stores a string once and then refers to it, so which strings are one
+    object would show in the bytes.
+    """
+    result = {}
     for key, value in data.items():
         if isinstance(value, torch.Tensor):
-            value = torch.empty(value.shape, dtype=value.dtype)
-        hollow[sys.intern(key)] = sys.intern(value) if type(value) is str else value
-    return hollow
+            value = next(tensors)
+        result[sys.intern(key)] = sys.intern(value) if type(value) is str else value
+    return result
 
 
-class _Outline:
-    """What torch takes for a file: what is written to it, and how much was left out in between."""
+def _filled_skeleton(data: dict[str, Any], tensors: list[torch.Tensor]) -> list[Any]:
+    skeleton = _Skeleton()
+    hollow = (torch.empty(tensor.shape, dtype=tensor.dtype) for tensor in tensors)
+    with torch.serialization.skip_data():
+        torch.save(_with_tensors(data, hollow), skeleton)  # type: ignore[arg-type]
+    entries = read_entries(skeleton.read, skeleton.size_bytes)
+    for number, tensor in enumerate(tensors):
+        if not tensor.numel():
+            continue
+        content = tensor.view(-1).view(torch.uint8).numpy().data
+        entry = entries[f"data/{number}"]
+        start = content_offset(skeleton.read, entry)
+        skeleton.fill(start, content)
+        if entry.num_bytes != len(content) or skeleton.read(4, start + len(content)) != DESCRIPTOR_MARK:
+            raise UnknownArchive(f"{entry.name} is not followed by its descriptor")
+        checksum = struct.pack("<I", zlib.crc32(content))
+        skeleton.overwrite(start + len(content) + len(DESCRIPTOR_MARK), checksum)
+        skeleton.overwrite(entry.entry_offset + ENTRY_CHECKSUM, checksum)
+    return skeleton.parts()
+
+
+class _Skeleton:
+    """Takes the place of a file in ``torch.save``: keeps what is written, and the gaps left for tensors."""
 
     def __init__(self) -> None:
-        self.parts: list[bytearray | int] = []
+        self._parts: list[Any] = []
+        """Bytes that were written, a number of bytes for a gap, or the content of a filled gap."""
+        self._starts: list[int] = []
+        self.size_bytes = 0
+
+    def _append(self, part: bytearray | int) -> None:
+        self._parts.append(part)
+        self._starts.append(self.size_bytes)
+        self.size_bytes += part if isinstance(part, int) else len(part)
 
     def write(self, content: Any) -> int:
-        self.parts.append(bytearray(content))
+        self._append(bytearray(content))
         return len(content)
 
     def seek(self, distance: int, whence: int) -> None:
-        assert whence == 1, "torch has left out bytes in an unknown way"
+        if whence != io.SEEK_CUR or distance < 0:
+            raise UnknownArchive(f"it is written with seek({distance}, {whence})")
         if distance:
-            self.parts.append(distance)
+            self._append(distance)
 
     def flush(self) -> None:
         pass
 
+    def _find(self, offset: int, length: int) -> tuple[bytearray, int]:
+        """The written part with these bytes, and where in it they begin."""
+        i = bisect_right(self._starts, offset) - 1
+        part = self._parts[i] if i >= 0 else None
+        begin = offset - self._starts[i]
+        if not isinstance(part, bytearray) or begin + length > len(part):
+            raise UnknownArchive(f"{length} bytes at {offset} were not written in one piece")
+        return part, begin
 
-def _enter_checksums(parts: list[Any], data: dict[str, Any], checksums: list[bytes]) -> None:
-    """The archive's directory has the checksums a second time."""
-    tensors = [value for value in data.values() if isinstance(value, torch.Tensor)]
-    names = [f"data/{number}" for number, tensor in enumerate(tensors) if tensor.numel()]
-    by_name = dict(zip(names, checksums, strict=True))
-    for part in parts:
-        if isinstance(part, bytearray) and part.startswith(_ENTRY_MARK):
-            for name, position in _entries(part):
-                if name in by_name:
-                    position += _CHECKSUM_IN_ENTRY
-                    part[position : position + 4] = by_name[name]
+    def read(self, count: int, offset: int) -> bytes:
+        part, begin = self._find(offset, count)
+        return bytes(part[begin : begin + count])
 
+    def overwrite(self, offset: int, content: bytes) -> None:
+        part, begin = self._find(offset, len(content))
+        part[begin : begin + len(content)] = content
 
-def _entries(directory: bytearray) -> Iterator[tuple[str, int]]:
-    """Names, without the archive's own, and where their entries begin."""
-    position = 0
-    while directory.startswith(_ENTRY_MARK, position):
-        entry = _ENTRY.unpack_from(directory, position)
-        begin = position + _ENTRY.size
-        end = begin + entry[10]
-        yield directory[begin:end].decode().partition("/")[2], position
-        position = end + entry[11] + entry[12]
+    def fill(self, offset: int, content: memoryview) -> None:
+        """Put the content into the gap that begins here."""
+        i = bisect_right(self._starts, offset) - 1
+        if i < 0 or self._starts[i] != offset or self._parts[i] != len(content):
+            raise UnknownArchive(f"there is no gap of {len(content)} bytes at {offset}")
+        self._parts[i] = content
+
+    def parts(self) -> list[Any]:
+        """All bytes in order."""
+        if any(isinstance(part, int) for part in self._parts):
+            raise UnknownArchive("a gap belongs to no tensor")
+        return self._parts

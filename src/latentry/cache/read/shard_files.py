@@ -1,0 +1,113 @@
+"""The shard files of a packed cache: opened on first use, read row by row, checked by checksum."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Any
+
+from latentry.cache.packed_format import RowLocation, checksum
+from latentry.cache.read.batch_buffers import BatchBuffers
+from latentry.errors import CacheFileError, CacheNotFoundError
+from latentry.storage import inside, open_regular
+
+_MAX_OPEN_FILES = 256
+
+
+class _ShardFile:
+    """An open file that is closed when the last reference to it is gone."""
+
+    def __init__(self, path: Path) -> None:
+        self.descriptor = open_regular(path)
+        self.size = os.fstat(self.descriptor).st_size
+
+    def __del__(self) -> None:
+        if hasattr(self, "descriptor"):
+            os.close(self.descriptor)
+
+
+class OpenShards:
+    """The shards of a cache. The most recently used ones stay open. Several threads may read at once."""
+
+    def __init__(self, cache_dir: Path) -> None:
+        self.cache_dir = cache_dir
+        self._files: OrderedDict[str, _ShardFile] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def path(self, file: str) -> Path:
+        """The path of a shard, whose name is relative to the cache."""
+        return self.cache_dir / file
+
+    def describe(self, location: RowLocation) -> str:
+        """The shard and the row, for error messages."""
+        return f"{self.path(location.file)}, row {location.row}"
+
+    def check(self, location: RowLocation) -> None:
+        """Raise ``CacheFileError`` if the row cannot be read or its checksum differs."""
+        self.fill(location, [bytearray(location.num_bytes)])
+
+    def fill(self, location: RowLocation, buffers: Sequence[Any], *, check: bool = True) -> None:
+        """Read a row into these buffers, one after the other, and compare its checksum unless told not to."""
+        file = self._file(location.file)
+        if location.offset + location.num_bytes > file.size:
+            raise self._truncated(location)
+        waiting = [buffer for buffer in buffers if len(buffer)]
+        position = location.offset
+        while waiting:
+            try:
+                count = os.preadv(file.descriptor, waiting, position)
+            except OSError as error:
+                raise CacheFileError(f"{self.describe(location)}: cannot be read: {error.strerror}") from None
+            if count == 0:
+                raise self._truncated(location)
+            position += count
+            while waiting and count >= len(waiting[0]):
+                count -= len(waiting.pop(0))
+            if count:
+                waiting[0] = memoryview(waiting[0])[count:]
+        if check and checksum(buffers) != location.checksum:
+            raise CacheFileError(
+                f"{self.describe(location)}: the checksum differs: its bytes are not those that were written; "
+                "rerun the command that made the cache with --verify to encode it again"
+            )
+
+    def _truncated(self, location: RowLocation) -> CacheFileError:
+        return CacheFileError(
+            f"{self.describe(location)}: the file ends before the row does; it is truncated"
+        )
+
+    def _file(self, name: str) -> _ShardFile:
+        with self._lock:
+            file = self._files.get(name)
+            if file is None:
+                path = inside(self.cache_dir, name)
+                try:
+                    file = self._files[name] = _ShardFile(path)
+                except FileNotFoundError:
+                    raise CacheNotFoundError(f"{path} is missing, but the cache's index lists it") from None
+                except OSError as error:
+                    raise CacheFileError(f"{path} cannot be read: {error.strerror}") from None
+                if len(self._files) > _MAX_OPEN_FILES:
+                    self._files.popitem(last=False)
+            else:
+                self._files.move_to_end(name)
+            return file
+
+
+def row_buffers(i: int, location: RowLocation, names: Collection[str], batch: BatchBuffers) -> list[Any]:
+    """Memory for all bytes of a row: in the batch for the tensors named, discarded for the others."""
+    buffers: list[Any] = []
+    for layout in location.tensors:
+        size = layout.num_bytes
+        if layout.name not in names:
+            buffers.append(bytearray(size))
+            continue
+        buffer = batch.buffer(i, layout.name, layout.torch_dtype, layout.shape)
+        if size < len(buffer):  # positions that are zero at the end of the tensor are not stored
+            buffer[size:] = 0
+            buffer = buffer[:size]
+        buffers.append(buffer)
+    return buffers

@@ -1,0 +1,61 @@
+"""Decoding the latents of a cache, to compare them with the images and videos they were made from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from latentry.cache.checks import psnr_db
+from latentry.cache.format import CacheMetadata, Row
+from latentry.encode.recipe import ResolvedRecipe
+from latentry.engines.local import find_devices
+from latentry.errors import ConfigError, MediaError
+from latentry.processors import processor_class
+from latentry.seeds import derived_seed
+from latentry.storage import content_digest
+from latentry.types import Caption, PlannedSample, SourceFile
+
+
+class DecodeCheck:
+    """Decodes latents with the cache's own model, and reads their sources as its recipe did."""
+
+    def __init__(self, cache_dir: Path, metadata: CacheMetadata, device: str) -> None:
+        if metadata.recipe is None or metadata.model_name is None:
+            raise ConfigError(
+                f"{cache_dir} was made by another tool and records no recipe; leave out --decode"
+            )
+        self._recipe = ResolvedRecipe.from_recorded(metadata.recipe)
+        self._reader = self._recipe.media_reader()
+        self._processor = processor_class(self._recipe.processor)(
+            metadata.model_name, torch.device(find_devices(device)[0]), getattr(torch, self._recipe.dtype)
+        )
+
+    def psnr_db(self, row: Row, data: Mapping[str, Any]) -> float:
+        """How close a sample's decoded latent is to its source, in decibels."""
+        path = Path(row.media_path or "")
+        if content_digest(path) != row.source_digest:
+            raise MediaError("has changed since; run the same command again to encode it anew")
+        latents = data["latent"][None] if "latent" in data else data["video_latents"]
+        decoded = self._processor.decode_latents(latents)[0]
+        seed = derived_seed(self._recipe.seed, "crop", row.source_name)
+        (crop,) = self._reader.read(path, [_planned(row)], seed)
+        return psnr_db(crop.pixels, decoded)
+
+
+def _planned(row: Row) -> PlannedSample:
+    """The sample as it was planned."""
+    width, height = row.original_resolution or (0, 0)
+    return PlannedSample(
+        SourceFile(row.source_name, row.source_bytes, row.source_modified_ns),
+        Caption(row.prompt or "", row.caption_source),
+        width=width,
+        height=height,
+        bucket_id=row.bucket_id if isinstance(row.bucket_id, int) else None,
+        bucket=row.bucket,
+        num_frames=row.num_frames,
+        number=row.frame_index or 0,
+        num_samples=row.total_frames_extracted or 1,
+    )
