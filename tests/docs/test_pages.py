@@ -68,11 +68,11 @@ def test_every_folder_is_described(page):
 
 
 def test_every_flag_is_described():
-    from latentry.cli import _build_parser
+    from latentry.cli.arguments import build_parser
 
     text = (ROOT / "docs" / "reference" / "commands.md").read_text(encoding="utf-8")
     sections = dict(re.findall(r"^## latentry (\w+)\n(.*?)(?=^## |\Z)", text, flags=re.M | re.S))
-    (commands,) = (a for a in _build_parser("latentry")._actions if isinstance(a, argparse._SubParsersAction))
+    (commands,) = (a for a in build_parser()._actions if isinstance(a, argparse._SubParsersAction))
     assert set(sections) == set(commands.choices)
     for command, parser in commands.choices.items():
         described = sections[command] + (sections["image"] if command == "video" else "")
