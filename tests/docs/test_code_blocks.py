@@ -1,7 +1,7 @@
 """Every command and code block in README, CONTRIBUTING and the documentation is run.
 
 Each page has its own working folder with ``photos/``, ``clips/`` and tiny random models under the default model
-names, so the commands run as they are written. The exceptions are in the three tables below.
+names, so the commands run as they are written. The exceptions are in the tables below.
 """
 
 from __future__ import annotations
@@ -51,6 +51,9 @@ NOT_RUN = {
     r"scripts/demo\b.*": "sets up an environment; checked to exist",
 }
 """Lines of bash blocks that are not run, and why."""
+
+OTHER_PACKAGES = {"pre-commit"}
+"""Packages besides this one that a ``pip install`` may name."""
 
 MODELS = {
     "black-forest-labs/FLUX.1-dev": "flux_folder",
@@ -127,7 +130,7 @@ def test_install_commands():
     for page in PAGES:
         for command in re.findall(r"pip install ([^`\n]+)", page.read_text(encoding="utf-8")):
             for argument in shlex.split(command, comments=True):
-                if argument == "-e":
+                if argument == "-e" or argument in OTHER_PACKAGES:
                     continue
                 name, _, extra = argument.removesuffix("]").partition("[")
                 assert name in (project["name"], ".", f"./{project['name']}"), (
@@ -142,7 +145,7 @@ def test_install_commands():
 
 def test_scripts_exist():
     for page in PAGES:
-        for script in re.findall(r"\bscripts/\w+", page.read_text(encoding="utf-8")):
+        for script in re.findall(r"\bscripts/[\w-]+", page.read_text(encoding="utf-8")):
             assert os.access(ROOT / script, os.X_OK), f"{page} names {script}"
 
 
@@ -211,6 +214,7 @@ def run_page(page: Path, prepared: Path, folder: Path) -> str:
         # A page that makes this cache itself does not find one.
         if not re.search(rf"--output_dir {path.name}\b|output_dir=\"{path.name}\"", text):
             shutil.copytree(path, folder / path.name, symlinks=True)
+    (folder / ".venv").symlink_to(sys.prefix)
     blocks = []
     for block in BLOCKS[page]:
         if block.language == "text":

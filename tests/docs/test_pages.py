@@ -77,8 +77,8 @@ def test_every_flag_is_described():
     for command, parser in commands.choices.items():
         described = sections[command] + (sections["image"] if command == "video" else "")
         for action in parser._actions:
-            name = action.option_strings[-1] if not action.option_strings else action.option_strings[0]
-            if name not in ("-h", "--help"):
+            name = action.option_strings[0] if action.option_strings else action.dest
+            if name != "-h":
                 assert f"`{name}`" in described, f"commands.md: latentry {command} has {name}"
 
 
