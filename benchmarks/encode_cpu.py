@@ -1,10 +1,10 @@
-"""Pictures to a cache on a CPU with the embedded ``tiny`` model, against one at a time; and planning many files.
+"""Encode images on a CPU with the embedded ``tiny`` model, compared with one at a time; and plan many files.
 
     python benchmarks/encode_cpu.py [--pictures 120] [--files 100000] [--folder /tmp]
 
-The pictures are 12-megapixel JPEGs, made from the examples. "One at a time" is the usual script: Pillow decodes and
-scales with Lanczos, the model encodes picture and caption, ``torch.save``, then the next. Planning lists a folder,
-looks for captions, reads every header and assigns buckets; nothing is decoded.
+The images are 12-megapixel JPEGs, made from the examples. "One at a time" is the usual script: Pillow decodes and scales
+with Lanczos, the model encodes image and caption, ``torch.save``, then the next image. Planning lists a folder, looks
+for captions, reads every header and assigns buckets. It decodes nothing.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from latentry.processors.tiny import TinyProcessor
 
 
 def one_at_a_time(paths: list[Path], output: Path, max_pixels: int) -> float:
-    """Pictures a second of the usual script."""
+    """Images per second of the usual script."""
     tiny = TinyProcessor("embedded", torch.device("cpu"), torch.float32)
     calculator = MultiTierBucketCalculator(64, max_pixels)
     started = time.perf_counter()
@@ -49,9 +49,9 @@ def one_at_a_time(paths: list[Path], output: Path, max_pixels: int) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--pictures", type=int, default=120)
-    parser.add_argument("--files", type=int, default=100_000)
-    parser.add_argument("--folder", type=Path)
+    parser.add_argument("--pictures", type=int, default=120, help="images to encode (default 120)")
+    parser.add_argument("--files", type=int, default=100_000, help="files to plan (default 100000)")
+    parser.add_argument("--folder", type=Path, help="where to write (default: a temporary folder)")
     options = parser.parse_args()
     work = Path(tempfile.mkdtemp(dir=options.folder))
     try:
@@ -69,7 +69,7 @@ def main() -> None:
             )
             ours = options.pictures / (time.perf_counter() - started)
             print(
-                f"{preset}: {ours:.1f} pictures/s, one at a time {usual:.1f}: {ours / usual:.1f}x", flush=True
+                f"{preset}: {ours:.1f} images/s, one at a time {usual:.1f}: {ours / usual:.1f}x", flush=True
             )
         if options.files:
             many = work / "many"

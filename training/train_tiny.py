@@ -1,10 +1,10 @@
-"""Trains the autoencoder of the ``tiny`` processor on a folder of photographs.
+"""Train the autoencoder of the ``tiny`` processor on a folder of photographs. Takes a few minutes on one GPU.
 
     python training/train_tiny.py PHOTOS tiny_autoencoder.safetensors --held_out OTHER_PHOTOS
 
-Random crops at random scales, flipped at random, squared error. A little noise on the latents keeps
-nearby latents decoding to nearby pictures. ``docs/explanation/tiny.md`` says which photographs the shipped weights
-have seen and how they do on others. Some minutes on one GPU.
+The training data are random crops at random scales, flipped at random, and the loss is the squared error. A little noise
+on the latents makes similar latents decode to similar images. ``docs/explanation/tiny.md`` lists the photographs that the shipped
+weights were trained on, and the quality on others.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def load_photos(folder: Path, side: int | None = None) -> list[torch.Tensor]:
 
 
 class Crops:
-    """Random crops from photographs that are kept on the device at several scales."""
+    """Random crops from photographs, which stay on the device at several scales."""
 
     def __init__(self, photos: list[torch.Tensor], device: torch.device) -> None:
         self.levels: list[torch.Tensor] = []
@@ -73,7 +73,7 @@ class Crops:
 
 @torch.inference_mode()
 def psnr(model: TinyAutoencoder, photos: list[torch.Tensor], device: torch.device) -> list[float]:
-    """Decibels for each photograph, through latents stored as 16-bit floats, as the cache does."""
+    """PSNR of each photograph in decibels, through latents in 16-bit floats, as the cache stores them."""
     values = []
     for photo in photos:
         pixels = photo.to(device)[None].float() / 127.5 - 1
@@ -97,14 +97,14 @@ def main() -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     crops = Crops(load_photos(options.photos), device)
     held_out = load_photos(options.held_out, side=512)
-    print(f"{len(crops.levels)} training pictures over all scales, {len(held_out)} held out", flush=True)
+    print(f"{len(crops.levels)} training images over all scales, {len(held_out)} held out", flush=True)
     model = TinyAutoencoder().to(device)
     average = torch.optim.swa_utils.AveragedModel(
         model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.999), use_buffers=True
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=1e-4, betas=(0.9, 0.99))
-    begin, step = time.monotonic(), 0
-    while (done := (time.monotonic() - begin) / (60 * options.minutes)) < 1:
+    start_s, step = time.monotonic(), 0
+    while (done := (time.monotonic() - start_s) / (60 * options.minutes)) < 1:
         rate = 1e-3 * min(1, (step + 1) / 200) * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * done)))
         for group in optimizer.param_groups:
             group["lr"] = rate
@@ -132,7 +132,7 @@ def main() -> None:
         latents = torch.cat([model.encode(crops.batch(16)) for _ in range(40)])
         model.latent_mean.copy_(latents.mean(dim=(0, 2, 3), keepdim=True))
         model.latent_std.copy_(latents.std(dim=(0, 2, 3), keepdim=True))
-    model = model.half().float()  # what is stored is what is measured
+    model = model.half().float()  # measure the weights as they are stored
     values = psnr(model, held_out, device)
     print(f"{step} steps; held out: mean {sum(values) / len(values):.2f} dB, worst {min(values):.2f} dB")
     save_file(

@@ -1,6 +1,6 @@
 """Latentry: images, videos and captions as training-ready latents, served in a resumable order.
 
-Importing this package imports nothing heavy: each public name is loaded when it is first used.
+Importing this package loads nothing heavy: each public name is imported when it is first used.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ if TYPE_CHECKING:
     from latentry.serve.dataset import TextToVideoDataset as TextToVideoDataset
     from latentry.serve.sampler import SequentialBucketSampler as SequentialBucketSampler
 
-__version__ = "0.1.0"
+from latentry import _old_names
+
+__version__ = "0.2.0.dev0"
 
 _HOME = {
     "BaseMultiresolutionDataset": "serve.dataset",
@@ -40,27 +42,32 @@ _HOME = {
     "LatentryError": "errors",
     "MultiTierBucketCalculator": "buckets",
     "Recipe": "encode.recipe",
-    "VideoOptions": "media.reader",
     "SequentialBucketSampler": "serve.sampler",
     "StateError": "errors",
     "TextToImageDataset": "serve.dataset",
     "TextToVideoDataset": "serve.dataset",
-    "convert_cache": "cache.convert",
+    "VideoOptions": "media.reader",
     "build_text_to_image_multiresolution_dataloader": "serve.config",
     "build_video_multiresolution_dataloader": "serve.config",
+    "convert_cache": "cache.convert",
     "from_config": "serve.config",
     "prepare": "encode.prepare",
     "verify_cache": "encode.verify",
 }
-"""Where each public name lives."""
+"""Public name to the module that defines it."""
+
+_SUBMODULES = {"errors", "buckets"}
+"""Modules that are reachable after ``import latentry`` alone, such as ``latentry.errors``."""
 
 __all__ = [*_HOME]
 
 
 def __getattr__(name: str) -> Any:
+    if name in _old_names.RENAMED_EXPORTS:
+        name = _old_names.renamed_export(name)
     if name in _HOME:
         return getattr(importlib.import_module(f"latentry.{_HOME[name]}"), name)
-    if name in _HOME.values():
+    if name in _SUBMODULES or f"latentry.{name}" in _old_names.MOVED_MODULES:
         return importlib.import_module(f"latentry.{name}")
     raise AttributeError(f"module 'latentry' has no attribute {name!r}")
 

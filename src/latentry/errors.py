@@ -1,27 +1,28 @@
-"""Every exception Latentry raises on purpose, so that one ``except`` clause can catch them all.
+"""Every exception that Latentry raises on purpose. Catch ``LatentryError`` to catch them all.
 
-A message is one line: what is wrong, where, and what to do. Where Python has a class for the
-same situation, ours is also that class, so code written against plain exceptions keeps working.
+A message is one line: what is wrong, where, and what to do. Where Python has a built-in class for the same
+situation, ours inherits from it too, so code that catches the built-in class keeps working.
 
     LatentryError
-    ├── ConfigError (ValueError)              an argument, flag or YAML field that cannot be right
-    ├── StateError (ValueError)               a sampler or loader state that does not fit
-    ├── MediaError (ValueError)               a picture or clip that cannot be read
-    ├── ModelError                            a model's files are missing, or a package to load them
-    ├── RunError                              a run cannot begin or go on
-    └── CacheError                            something on disk is not as a cache should be
-        ├── CacheNotFoundError (FileNotFoundError)   no cache, or a file of it is absent
-        ├── MetadataError (ValueError)        metadata.json or one of its shards is broken
-        └── CacheFileError (ValueError)       one cache file is truncated, unsafe or misshapen
+    ├── ConfigError (ValueError)                     an argument, flag or YAML field has an invalid value
+    ├── StateError (ValueError)                      a sampler or loader state is malformed or does not match
+    ├── MediaError (ValueError)                      an image or video cannot be read
+    ├── ModelError                                   a model's files are missing or unusable
+    ├── MissingPackageError (ImportError)            an optional package is not installed
+    ├── RunError                                     a run cannot start or continue
+    └── CacheError                                   the files on disk are not a valid cache
+        ├── CacheNotFoundError (FileNotFoundError)   there is no cache, or one of its files is missing
+        ├── MetadataError (ValueError)               metadata.json or a metadata shard is invalid
+        └── CacheFileError (ValueError)              a cache file is truncated, unsafe or has the wrong shape
 """
 
 
 class LatentryError(Exception):
-    """The root of all errors that Latentry raises on purpose."""
+    """The base class of all errors that Latentry raises on purpose."""
 
 
 class ConfigError(LatentryError, ValueError):
-    """An argument, flag or configuration field has a value that cannot be right."""
+    """An argument, flag or configuration field has an invalid value."""
 
 
 class StateError(LatentryError, ValueError):
@@ -29,28 +30,36 @@ class StateError(LatentryError, ValueError):
 
 
 class MediaError(LatentryError, ValueError):
-    """A picture or clip cannot be read; the message begins where its name ends."""
+    """An image or video cannot be read.
+
+    The message is a predicate whose subject is the file name, such as ``has no video stream``: whoever reports
+    it puts the name in front.
+    """
 
 
 class ModelError(LatentryError):
-    """A model's files are missing or unusable, or an optional package to load them is not installed."""
+    """A model's files are missing or unusable, or a package that loads them is not installed."""
+
+
+class MissingPackageError(LatentryError, ImportError):
+    """A package that is not part of the core installation is needed. The message has the install command."""
 
 
 class RunError(LatentryError):
-    """A run cannot begin or go on: another one is under way, the recipe differs, the disk refuses."""
+    """A run cannot start or continue: another run is active, the recipe differs, or a write fails."""
 
 
 class CacheError(LatentryError):
-    """Something on disk is not as a cache should be."""
+    """The files on disk are not a valid cache."""
 
 
 class CacheNotFoundError(CacheError, FileNotFoundError):
-    """There is no cache here, or one of its files is absent."""
+    """There is no cache here, or one of its files is missing."""
 
 
 class MetadataError(CacheError, ValueError):
-    """``metadata.json`` or one of its shards is broken."""
+    """``metadata.json`` or a metadata shard is invalid."""
 
 
 class CacheFileError(CacheError, ValueError):
-    """One cache file is truncated, unsafe to load, or not of the shape its row promises."""
+    """A cache file is truncated, unsafe to load, or does not have the shape that its row states."""

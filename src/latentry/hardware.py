@@ -1,22 +1,27 @@
-"""What this process may use of the machine it runs on."""
+"""What this process may use of the machine: cores, ranks and device memory.
+
+Importing this module loads nothing heavy. The functions that ask a GPU import torch when they are called.
+"""
 
 from __future__ import annotations
 
 import math
 import os
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 
 def num_cores() -> int:
-    """The processor's cores; under a scheduler that binds processes to some, only those."""
+    """Count the CPU cores this process may use. A scheduler may bind a process to some of them."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def num_ranks() -> int:
-    """How many processes of one training run share them, as ``torchrun`` says."""
+    """Count the training processes on this machine, as ``torchrun`` reports them; 1 if there is no ``torchrun``."""
     try:
         return max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     except ValueError:
@@ -24,7 +29,9 @@ def num_ranks() -> int:
 
 
 def free_bytes(device: torch.device | str) -> float:
-    """What can still be allocated on a GPU; of a CPU's memory nothing is said."""
+    """How much memory torch can still allocate on a GPU; infinity for a CPU, whose memory is not checked."""
+    import torch
+
     if torch.device(device).type != "cuda":
         return math.inf
     free, _ = torch.cuda.mem_get_info(device)
@@ -32,10 +39,13 @@ def free_bytes(device: torch.device | str) -> float:
 
 
 def share_of_memory(device: torch.device | str) -> float:
-    """A third of a GPU's memory, whatever else is on it at the moment.
+    """A third of a GPU's total memory; infinity for a CPU.
 
-    What is sized by it is the same in a run that was stopped and in one that was not.
+    The total is constant, unlike the memory that is free at the moment. Sizes that are derived from it are the same
+    in an interrupted run and in an uninterrupted one.
     """
+    import torch
+
     if torch.device(device).type != "cuda":
         return math.inf
     return torch.cuda.get_device_properties(device).total_memory / 3

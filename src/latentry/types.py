@@ -1,4 +1,4 @@
-"""The few frozen records that cross rooms."""
+"""The frozen records that cross parts: buckets, inputs, samples, tasks, commits, processors."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from typing import TypeAlias
 
 @dataclass(frozen=True, slots=True)
 class BucketShape:
-    """What makes two samples stack: their size in pixels and, for video, their frames."""
+    """The shape that samples of one bucket share, so that they can be stacked."""
 
     width: int
+    """In pixels."""
     height: int
+    """In pixels."""
     aspect_name: str
     """``tall``, ``square`` or ``wide``: part of the bucket's key in the documented interface."""
     num_frames: int | None = None
@@ -19,16 +21,17 @@ class BucketShape:
 
     @property
     def folder(self) -> str:
-        """The folder inside a cache that holds this bucket's files."""
+        """The name of the bucket's folder in a cache, such as ``832x480``."""
         return f"{self.width}x{self.height}"
 
     @property
     def pixels(self) -> int:
+        """Pixels of one frame."""
         return self.width * self.height
 
 
 Bucket: TypeAlias = "tuple[int, int, int | None]"
-"""Width, height, and for video the number of frames: what a batch must share."""
+"""Width, height and, for video, the number of frames. All samples of a batch share them."""
 
 
 def bucket_name(bucket: Bucket) -> str:
@@ -38,17 +41,18 @@ def bucket_name(bucket: Bucket) -> str:
 
 @dataclass(frozen=True, slots=True)
 class SourceFile:
-    """One input, as the source lists it."""
+    """One input file, as the source lists it."""
 
     name: str
-    """Relative to the source, with forward slashes; what identifies the sample."""
+    """The path relative to the source, with forward slashes. It identifies the file."""
     size_bytes: int
     modified_ns: int
+    """Time of the last change, in nanoseconds since 1970."""
 
 
 @dataclass(frozen=True, slots=True)
 class Caption:
-    """What a sample is described by, and where that came from."""
+    """The text that describes a sample, and where it was found."""
 
     text: str
     source: str
@@ -57,26 +61,28 @@ class Caption:
 
 @dataclass(frozen=True, slots=True)
 class PlannedSample:
-    """A sample that is to be encoded: everything but its pixels."""
+    """A sample to encode: everything except its pixels."""
 
     file: SourceFile
     caption: Caption
     width: int
-    """As shown, that is, after the orientation in its header."""
+    """As displayed: after applying the orientation in the file's header."""
     height: int
+    """As displayed."""
     bucket_id: int | None
-    """None where the size was given and not chosen."""
+    """None if the user fixed the size instead of choosing buckets."""
     bucket: tuple[int, int]
+    """Width and height of the bucket."""
     num_frames: int | None = None
     """None for images."""
     number: int = 0
-    """Which of its file's samples this is."""
+    """The number of this sample among those of its file, from 0."""
     num_samples: int = 1
-    """How many samples its file gives."""
+    """How many samples the file gives."""
 
     @property
     def name(self) -> str:
-        """What identifies the sample among all of its source."""
+        """A name that is unique in the source: the file's, with ``#number`` if the file gives several samples."""
         return self.file.name if self.num_samples == 1 else f"{self.file.name}#{self.number}"
 
 
@@ -86,45 +92,49 @@ class Failure:
 
     name: str
     reason: str
+    """Reads as the rest of a sentence that starts with the name, such as ``is not an image``."""
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """The unit of work: samples of one bucket, encoded and committed together."""
+    """The unit of work: samples of one bucket that are encoded and committed together."""
 
     id: str
+    """A digest of the samples: the same samples make the same task in every run."""
     bucket: Bucket
     samples: tuple[PlannedSample, ...]
     retry: bool = False
-    """Whether its samples failed before; that they fail again says nothing new."""
+    """Whether these samples failed in an earlier run. Failing again does not count towards stopping the run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessorInfo:
-    """What can be said of a processor without loading its model."""
+    """What is known about a processor without loading its model."""
 
     name: str
     media: tuple[str, ...]
     """``image``, ``video`` or both."""
     model: str
-    """The model family, for people."""
+    """The model family, for display."""
     model_type: str
-    """What caches made by it carry as ``model_type``."""
+    """The ``model_type`` recorded in caches."""
     default_model_name: str
+    """The model that is loaded if the user names none: a hub name."""
     spatial_factor: int
-    """Pixels per latent, along each side."""
+    """Pixels per latent position, along each side."""
     temporal_factor: int = 1
+    """Frames per latent frame, after the first."""
     quantum: int = 64
-    """Bucket sides are multiples of this."""
+    """Bucket sides are multiples of this many pixels."""
     latent_channels: int = 16
     model_version: str = ""
-    """The release of the model, for video files, which record it."""
+    """The release of the model, recorded in the cache files of videos."""
     version: int = 1
-    """Goes up when the same inputs would give other numbers."""
+    """Raised when the same inputs give different numbers, so that caches are encoded again."""
 
     @property
     def frame_rule(self) -> str:
-        """Which numbers of frames fit, such as ``4n+1``."""
+        """The numbers of frames that the model accepts, such as ``4n+1``."""
         if "video" not in self.media:
             return "-"
         return "any" if self.temporal_factor == 1 else f"{self.temporal_factor}n+1"

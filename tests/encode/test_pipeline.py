@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from concurrent.futures import Future
 
@@ -13,7 +12,6 @@ from helpers import SMALL
 import latentry
 from latentry import prepare
 from latentry.encode.batch_encoder import QueuedBatch
-from latentry.encode.device import feeding_a_gpu
 from latentry.encode.pipeline import _first_is_due
 from latentry.encode.read_ahead import ReadAhead, RunningTask
 from latentry.engines import local
@@ -38,21 +36,6 @@ def test_encoded_captions_are_released_after_use(monkeypatch):
     for sample in samples[40:]:
         texts.drop(sample.caption.text)
     assert not texts._encoded
-
-
-def test_gpu_feeding_settings_are_restored():
-    before = (torch.get_num_threads(), sys.getswitchinterval())
-    inside = []
-
-    @feeding_a_gpu()
-    def stopped() -> None:
-        inside.append((torch.get_num_threads(), sys.getswitchinterval() < before[1]))
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        stopped()
-    assert inside == [(1, True)]
-    assert (torch.get_num_threads(), sys.getswitchinterval()) == before
 
 
 def test_end_of_task_does_not_count_as_queued_batch():
@@ -99,10 +82,10 @@ def test_read_ahead_starts_small(photos, tmp_path, monkeypatch):
 
 
 def test_decoding_threads_use_one_torch_thread_each():
-    from latentry.encode.device import single_threads
+    from latentry.encode.device import single_threaded_pool
 
     before = torch.get_num_threads()
-    with single_threads(3) as pool:
+    with single_threaded_pool(3) as pool:
 
         def work(_):
             torch.nn.functional.interpolate(torch.rand(1, 3, 256, 256), size=(64, 64), mode="bicubic")

@@ -125,7 +125,7 @@ def test_verify_measures_every_sample(photos, tmp_path):
     result = prepare(SMALL, image_dir=photos, output_dir=tmp_path / "verified", verify=True)
     assert len(result.psnr_db) == 12
     assert all(value > 22 for _, value in result.psnr_db.values())
-    assert "worst restored" in str(result)
+    assert "lowest PSNR" in str(result)
     prepare(SMALL, image_dir=photos, output_dir=tmp_path / "plain")
     assert_same_cache(tmp_path / "verified", tmp_path / "plain")
 

@@ -272,4 +272,4 @@ if __name__ == "__main__":
     script = tmp_path / "run.py"
     script.write_text(code)
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120)
-    assert "died (exit code -9); what is committed is kept" in done.stderr
+    assert "died (exit code -9): committed work is kept; rerun" in done.stderr

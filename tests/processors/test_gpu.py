@@ -1,4 +1,4 @@
-"""What only a GPU can show. Skipped where there is none; ``docs/benchmarks.md`` says when they last ran on one."""
+"""Tests that need a GPU, and are skipped without one. ``docs/benchmarks.md`` says when they last ran."""
 
 from __future__ import annotations
 
@@ -16,6 +16,12 @@ from latentry.encode import plan
 from latentry.media.reader import VideoOptions
 from latentry.processors import processor_class
 from latentry.processors.flux import FluxProcessor
+from latentry.processors.fused.clip import ClipEncoder
+from latentry.processors.fused.hunyuan_vae import HunyuanEncoder
+from latentry.processors.fused.image_vae import ImageEncoder
+from latentry.processors.fused.self_check import checked_encoder
+from latentry.processors.fused.t5 import T5Encoder
+from latentry.processors.fused.wan_vae import WanEncoder
 from latentry.serve.config import build_text_to_image_multiresolution_dataloader
 from latentry.testing import assert_same_cache
 
@@ -23,12 +29,12 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 
 CAPTIONS = ["a cat", 'a video of waves crashing on the beach at sunset, "camera" panning slowly', ""]
 CLOSE = {torch.float32: 0.01, torch.bfloat16: 0.04}
-"""How far a GPU may be from a CPU in float32, as a share of the result's norm; convolutions use TF32."""
+"""The largest allowed distance from a CPU in float32, relative to the norm. Convolutions in float32 use TF32."""
 
 
 @pytest.fixture
 def photos(tmp_path) -> Path:
-    """Eight copies of the example pictures."""
+    """Eight copies of the example images."""
     for i in range(8):
         shutil.copytree(EXAMPLES, tmp_path / "photos" / str(i))
     return tmp_path / "photos"
@@ -44,15 +50,41 @@ def noise(family: str, seed: int) -> torch.Tensor:
     return torch.randint(0, 256, size, dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("name", "encoder"),
+    [
+        ("image_vae", ImageEncoder),
+        ("wan_vae", WanEncoder),
+        ("hunyuan_vae", HunyuanEncoder),
+        ("t5", T5Encoder),
+        ("umt5", T5Encoder),
+        ("clip", ClipEncoder),
+    ],
+)
+def test_fused_encoders_pass_their_self_check(name, encoder, dtype, load_model, caplog):
+    model = load_model(name, dtype).to("cuda:0")
+    assert isinstance(checked_encoder(encoder, model), encoder), caplog.text
+
+
+@pytest.mark.parametrize("family", ["flux", "wan", "hunyuan"])
+def test_processors_on_a_gpu_use_fused_encoders(family, model_folder, caplog):
+    processor = processor_class(family)(str(model_folder(family)), torch.device("cuda:0"), torch.bfloat16)
+    fused = [processor._encoder._fused]
+    fused += [part for name, part in vars(processor).items() if name.startswith("_fused")]
+    assert len(fused) == {"flux": 3, "wan": 2, "hunyuan": 1}[family]
+    assert None not in fused, caplog.text
+
+
 @pytest.mark.parametrize("dtype", CLOSE)
 @pytest.mark.parametrize("family", ["flux", "wan", "hunyuan"])
-def test_recorded_or_not_a_gpu_gives_what_a_cpu_gives(family, dtype, flux_folder, wan_folder, hunyuan_folder):
-    folder = str({"flux": flux_folder, "wan": wan_folder, "hunyuan": hunyuan_folder}[family])
+def test_a_gpu_matches_a_cpu_with_and_without_cuda_graphs(family, dtype, model_folder):
+    folder = str(model_folder(family))
     on_cpu = processor_class(family)(folder, torch.device("cpu"), torch.float32)
     on_gpu = processor_class(family)(folder, torch.device("cuda:0"), dtype)
     for seed in (0, 1):
         pixels, expected = noise(family, seed), on_cpu.encode_pixels(noise(family, seed), None)
-        # From the third time on the work is recorded, and played back.
+        # The third call captures a CUDA graph; it and later calls replay it.
         found = [on_gpu.encode_pixels(pixels, None).cpu() for _ in range(5)]
         assert distance(found[0], expected) < CLOSE[dtype]
         assert all(torch.equal(latents, found[0]) for latents in found)
@@ -75,7 +107,7 @@ def flux_recipe(folder: Path, side: int, output_format: str = "meta") -> Recipe:
 
 
 @pytest.mark.parametrize("output_format", ["pt", "packed"])
-def test_stopped_and_gone_on_with_the_cache_is_the_same(
+def test_an_interrupted_run_resumes_to_the_same_cache(
     output_format, photos, tmp_path, flux_folder, monkeypatch
 ):
     for name in ("TASK_SIZE", "_MAX_TASK_SIZE"):
@@ -92,7 +124,7 @@ def test_stopped_and_gone_on_with_the_cache_is_the_same(
     assert_same_cache(tmp_path / "cache", tmp_path / "undisturbed")
 
 
-def test_two_workers_make_the_same_cache_as_one(photos, tmp_path, flux_folder):
+def test_two_workers_write_the_same_cache_as_one(photos, tmp_path, flux_folder):
     for name, devices in (("one", "cuda:0"), ("two", "cuda:0,cuda:0")):
         prepare(flux_recipe(flux_folder, 256), image_dir=photos, output_dir=tmp_path / name, devices=devices)
     assert_same_cache(tmp_path / "one", tmp_path / "two")
@@ -100,7 +132,7 @@ def test_two_workers_make_the_same_cache_as_one(photos, tmp_path, flux_folder):
 
 @pytest.fixture
 def little_memory():
-    """Call it to let this process have only so many bytes of the device, though more are free."""
+    """Call it to limit the device memory of this process to a number of bytes."""
 
     def allow(num_bytes: int) -> None:
         torch.cuda.empty_cache()
@@ -111,7 +143,7 @@ def little_memory():
     torch.cuda.set_per_process_memory_fraction(1.0)
 
 
-def test_where_memory_runs_out_batches_are_halved(tmp_path, flux_folder, little_memory, caplog, monkeypatch):
+def test_batches_are_halved_when_memory_runs_out(tmp_path, flux_folder, little_memory, caplog, monkeypatch):
     sizes: list[int] = []
     encode_pixels = FluxProcessor.encode_pixels
 
@@ -120,11 +152,11 @@ def test_where_memory_runs_out_batches_are_halved(tmp_path, flux_folder, little_
         return encode_pixels(self, pixels, seeds)
 
     monkeypatch.setattr(FluxProcessor, "encode_pixels", watched)
-    (tmp_path / "pictures").mkdir()
+    (tmp_path / "images").mkdir()
     for i in range(64):
         pixels = np.random.default_rng(i).integers(0, 256, (512, 512, 3), np.uint8)
-        Image.fromarray(pixels).save(tmp_path / "pictures" / f"{i}.png", compress_level=0)
-    options = {"image_dir": tmp_path / "pictures", "devices": "cuda:0", "batch_size": 64}
+        Image.fromarray(pixels).save(tmp_path / "images" / f"{i}.png", compress_level=0)
+    options = {"image_dir": tmp_path / "images", "devices": "cuda:0", "batch_size": 64}
     recipe = flux_recipe(flux_folder, 512)
     torch.cuda.reset_peak_memory_stats()
     prepare(recipe, output_dir=tmp_path / "whole", **options)
@@ -141,7 +173,7 @@ def test_where_memory_runs_out_batches_are_halved(tmp_path, flux_folder, little_
         assert distance(mine["latent"], torch.load(path, weights_only=True)["latent"]) < 0.02
 
 
-def test_where_a_clip_does_not_fit_it_is_encoded_in_tiles(tmp_path, wan_folder, little_memory, caplog):
+def test_clips_that_do_not_fit_are_encoded_in_tiles(tmp_path, wan_folder, little_memory, caplog):
     clips = Path(shutil.copytree(EXAMPLES.parent / "clips", tmp_path / "clips"))
     video = VideoOptions(target_frames=49, short_clips="pad")
     recipe = Recipe(
@@ -154,11 +186,11 @@ def test_where_a_clip_does_not_fit_it_is_encoded_in_tiles(tmp_path, wan_folder, 
     assert "in tiles" in caplog.text
 
 
-def test_batches_arrive_on_the_device(image_cache):
+def test_loaded_batches_are_on_the_device(image_cache):
     options = {"cache_dir": image_cache, "batch_size": 4, "seed": 1}
-    there, _ = build_text_to_image_multiresolution_dataloader(device="cuda", pin_memory=True, **options)
-    here, _ = build_text_to_image_multiresolution_dataloader(pin_memory=False, num_workers=0, **options)
-    for mine, reference in zip(there, here, strict=True):
+    on_gpu, _ = build_text_to_image_multiresolution_dataloader(device="cuda", pin_memory=True, **options)
+    on_cpu, _ = build_text_to_image_multiresolution_dataloader(pin_memory=False, num_workers=0, **options)
+    for mine, reference in zip(on_gpu, on_cpu, strict=True):
         for key in ("image_latents", "text_embeddings"):
             assert mine[key].is_cuda
             assert torch.equal(mine[key].cpu(), reference[key]), key

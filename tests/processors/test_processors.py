@@ -29,7 +29,7 @@ def example_pixels(side: int) -> list[torch.Tensor]:
     return [fit_to_bucket(decode_image(path.read_bytes()), (side, side))[0] for path in files]
 
 
-def test_every_processor_can_say_what_it_is():
+def test_processors_describe_themselves():
     for name in PROCESSORS:
         info = processor_class(name).info
         assert info.name == name
@@ -47,7 +47,7 @@ def tiny():
     return TinyProcessor("embedded", CPU, torch.float32)
 
 
-def test_tiny_restores_photographs_it_never_saw(tiny):
+def test_tiny_restores_photographs_outside_its_training_data(tiny):
     values = []
     for pixels in example_pixels(512):
         latents = tiny.encode_pixels(pixels[None], None)
@@ -59,7 +59,7 @@ def test_tiny_restores_photographs_it_never_saw(tiny):
     assert min(values) > 27
 
 
-def test_tiny_latents_are_of_about_unit_variance(tiny):
+def test_tiny_latents_have_about_unit_variance(tiny):
     latents = torch.cat([tiny.encode_pixels(pixels[None], None) for pixels in example_pixels(256)]).float()
     assert 0.5 < latents.std() < 2
     assert latents.mean().abs() < 0.5
@@ -70,7 +70,7 @@ def test_tiny_weights_are_small():
     assert sum(path.stat().st_size for path in assets.iterdir()) < 6_000_000
 
 
-LIKE = [
+SIMILAR = [
     ("a cat sleeping on a sofa", "a kitten naps on the couch"),
     ("a red sports car on a road", "an automobile driving down the highway"),
     ("snowy mountains at sunrise", "alpine peaks covered in snow in the morning"),
@@ -80,26 +80,26 @@ LIKE = [
 ]
 
 
-def test_tiny_text_knows_what_captions_are_about(tiny):
+def test_tiny_text_is_similar_for_similar_captions(tiny):
     def embed(captions):
         fields = tiny.encode_texts(captions)
         assert fields["prompt_embeds"].shape == (len(captions), 64, 64)
         return fields["pooled_prompt_embeds"].float()
 
-    similarity = embed([a for a, _ in LIKE]) @ embed([b for _, b in LIKE]).T
-    assert similarity.argmax(dim=1).tolist() == list(range(len(LIKE)))
-    assert similarity.argmax(dim=0).tolist() == list(range(len(LIKE)))
-    same, other = similarity.diagonal().mean(), similarity[~torch.eye(len(LIKE), dtype=bool)].mean()
+    similarity = embed([a for a, _ in SIMILAR]) @ embed([b for _, b in SIMILAR]).T
+    assert similarity.argmax(dim=1).tolist() == list(range(len(SIMILAR)))
+    assert similarity.argmax(dim=0).tolist() == list(range(len(SIMILAR)))
+    same, other = similarity.diagonal().mean(), similarity[~torch.eye(len(SIMILAR), dtype=bool)].mean()
     assert same > other + 0.3
 
 
-def test_tiny_text_takes_anything(tiny):
+def test_tiny_text_encodes_any_string(tiny):
     for caption in ("", "日本語 🎉", "x" * 10_000, "word " * 500):
         fields = tiny.encode_texts([caption])
         assert all(torch.isfinite(value).all() for value in fields.values())
 
 
-def test_tiny_has_no_other_weights_and_no_posterior(tiny):
+def test_tiny_refuses_other_weights_and_sampling(tiny):
     with pytest.raises(ConfigError, match="leave out --model_name 'other'"):
         TinyProcessor.weights_identity("other")
     with pytest.raises(ConfigError, match="leave out --stochastic"):
@@ -122,7 +122,7 @@ def pipeline(flux_folder):
 
 
 @torch.no_grad()
-def test_flux_text_is_the_pipelines(flux, pipeline):
+def test_flux_text_equals_its_pipeline(flux, pipeline):
     for captions in (CAPTIONS, CAPTIONS[:1]):
         prompt_embeds, pooled, _ = pipeline.encode_prompt(captions, prompt_2=None)
         fields = flux.encode_texts(captions)
@@ -139,7 +139,7 @@ def test_flux_text_is_the_pipelines(flux, pipeline):
 
 
 @torch.no_grad()
-def test_flux_latents_are_the_pipelines(flux, pipeline):
+def test_flux_latents_equal_its_pipeline(flux, pipeline):
     for pixels in example_pixels(128)[:4]:
         picture = Image.fromarray(pixels.permute(1, 2, 0).numpy())
         posterior = pipeline.vae.encode(pipeline.image_processor.preprocess(picture)).latent_dist
@@ -147,7 +147,7 @@ def test_flux_latents_are_the_pipelines(flux, pipeline):
         assert torch.equal(flux.encode_pixels(pixels[None], None), expected.half())
 
 
-def test_flux_samples_depend_on_the_sample_alone(flux):
+def test_flux_draws_do_not_depend_on_the_batch(flux):
     pixels = torch.stack(example_pixels(64)[:3])
     mean = flux.encode_pixels(pixels, None)
     drawn = flux.encode_pixels(pixels, [1, 2, 3])
@@ -159,16 +159,20 @@ def test_flux_samples_depend_on_the_sample_alone(flux):
     assert not torch.equal(again[2], drawn[2])
 
 
-def test_flux_decodes_its_latents(flux):
+def test_flux_decodes_latents(flux):
     pixels = example_pixels(64)[0][None]
     restored = flux.decode_latents(flux.encode_pixels(pixels, None))
     assert (restored.shape, restored.dtype) == (pixels.shape, torch.uint8)
 
 
 @pytest.mark.parametrize("side", ["right", "left"])
-def test_tokens_are_filled_up_as_the_tokenizer_does(flux, side):
+def test_tokens_are_padded_as_by_the_tokenizer(flux, side):
     captions = [*CAPTIONS, "a very long caption " * 40]
-    for tokenizer, length in ((flux._clip_tokens, 77), (flux._t5_tokens, 512), (flux._t5_tokens, 20)):
+    for tokenizer, length in (
+        (flux._clip_tokenizer, 77),
+        (flux._t5_tokenizer, 512),
+        (flux._t5_tokenizer, 20),
+    ):
         tokenizer.padding_side = side
         expected = tokenizer(
             captions, padding="max_length", max_length=length, truncation=True, return_tensors="pt"
@@ -182,11 +186,10 @@ def test_tokens_are_filled_up_as_the_tokenizer_does(flux, side):
 
 
 @pytest.mark.parametrize("family", ["flux", "wan", "hunyuan"])
-def test_a_model_goes_when_its_processor_does(family, flux_folder, wan_folder, hunyuan_folder):
-    """At once, not when Python next looks for cycles: a GPU has no room for two."""
-    folder = {"flux": flux_folder, "wan": wan_folder, "hunyuan": hunyuan_folder}[family]
-    processor = processor_class(family)(str(folder), CPU, torch.float32)
-    processor.use_fused_encoder()
+def test_deleting_a_processor_frees_its_model(family, model_folder):
+    """At once, without the garbage collector: a GPU cannot hold two models."""
+    processor = processor_class(family)(str(model_folder(family)), CPU, torch.float32)
+    processor.use_fused_encoders()
     processor.encode_texts(CAPTIONS)
     models = [weakref.ref(part) for part in vars(processor).values() if isinstance(part, torch.nn.Module)]
     assert len(models) >= 2
@@ -198,9 +201,9 @@ def test_a_model_goes_when_its_processor_does(family, flux_folder, wan_folder, h
         gc.enable()
 
 
-def test_flux_folders_that_will_not_do(flux_folder, tmp_path, monkeypatch):
+def test_flux_refuses_unusable_folders(flux_folder, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    with pytest.raises(ModelError, match="neither a folder here nor could it be fetched"):
+    with pytest.raises(ModelError, match="is not a folder, and it could not be downloaded"):
         FluxProcessor.weights_identity("nobody/nothing")
     (tmp_path / "vae").mkdir()
     with pytest.raises(ModelError, match="has no folder text_encoder, tokenizer"):
@@ -220,7 +223,7 @@ def test_a_missing_package_names_the_install_command(flux_folder, monkeypatch):
         FluxProcessor(str(flux_folder), CPU, torch.float32)
 
 
-def test_the_identity_follows_the_weights(tmp_path):
+def test_the_identity_depends_on_the_weights_only(tmp_path):
     weights = tmp_path / "vae" / "weights.bin"
     weights.parent.mkdir()
     content = np.random.default_rng(0).bytes(6_000_000)

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 
 from latentry.cache.checks import latent_flags, psnr_db
-from latentry.encode.caption_batches import CaptionBatches, Text
-from latentry.encode.device import in_halves, to_host
+from latentry.encode.caption_batches import CaptionBatches, EncodedCaption
+from latentry.encode.device import to_host, with_smaller_batches_on_oom
 from latentry.encode.read_ahead import DecodedSample, RunningTask
 from latentry.encode.recipe import ResolvedRecipe
 from latentry.errors import RunError
@@ -40,7 +40,7 @@ class QueuedBatch:
     flags: torch.Tensor
     """For each latent, whether it is not finite and whether it is constant."""
     extras: Columns
-    captions: Sequence[Text]
+    captions: Sequence[EncodedCaption]
     psnr_db: Sequence[float | None]
     ready: torch.cuda.Event | None
 
@@ -97,10 +97,12 @@ class BatchEncoder:
         latents = self._encode(batch, on_device)
         extras: Columns = {}
         if self._recipe.video is None or self._recipe.video.mode == "video":
-            extras = in_halves(self._processor.media_fields, pixels)
+            extras = with_smaller_batches_on_oom(self._processor.media_fields, pixels)
         psnr: list[float | None] = [None] * len(batch)
         if self._verify:
-            decoded_again = in_halves(lambda part: {"pixels": self._processor.decode_latents(part)}, latents)
+            decoded_again = with_smaller_batches_on_oom(
+                lambda part: {"pixels": self._processor.decode_latents(part)}, latents
+            )
             psnr = [psnr_db(*pair) for pair in zip(on_device, decoded_again["pixels"], strict=True)]
         flags = to_host(latent_flags(latents))
         latents = to_host(latents)

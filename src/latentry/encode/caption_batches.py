@@ -1,4 +1,7 @@
-"""The captions of a task on their way through the text encoders: each once, in batches, and no longer than needed."""
+"""Encode the captions of a task: each distinct caption once, in batches, when the first sample needs it.
+
+Samples share a caption's embedding, and it is dropped after the last of them, so memory does not grow with the task.
+"""
 
 from __future__ import annotations
 
@@ -9,69 +12,86 @@ from typing import NamedTuple
 
 import torch
 
-from latentry.encode.device import copied, in_halves, to_host
-from latentry.processors import Columns, Fields, Processor
+from latentry.encode.device import copy_to_host, to_host, with_smaller_batches_on_oom
+from latentry.processors.base import Columns, Fields, Processor
 from latentry.types import PlannedSample
 
 TEXT_BATCH_SIZE = 32
-"""Captions that are encoded together."""
+"""How many captions are encoded together."""
 _SMALL_BYTES = 1 << 22
-"""What is no larger is copied from the device in one piece, for all captions of a batch."""
+"""Columns up to this size are copied from the device in one piece, for all captions of a batch."""
 
 
-class Text(NamedTuple):
-    """A caption's fields, on their way to main memory."""
+class EncodedCaption(NamedTuple):
+    """One caption's embedding, which may still be on its way to main memory."""
 
     fields: Fields
-    finite: Finite
-    number: int
-    """Its place in its batch."""
+    batch_is_finite: _FiniteRows
+    row: int
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether all its numbers are finite. Ask only when the device has finished."""
+        return self.batch_is_finite[self.row]
 
 
-class Finite:
-    """For each caption of a batch whether its numbers are finite; to be asked once they are in main memory."""
+class _FiniteRows:
+    """Tells for each caption of a batch whether its numbers are finite.
+
+    The device computes the answers with the batch. They are read when first asked for, once per batch.
+    """
 
     def __init__(self, columns: Columns) -> None:
         rows = [torch.isfinite(c.flatten(1)).all(dim=1) for c in columns.values() if c.is_floating_point()]
-        self._rows = to_host(torch.stack(rows).all(dim=0)) if rows else None
+        self._flags = to_host(torch.stack(rows).all(dim=0)) if rows else None
 
     @cached_property
-    def _known(self) -> list[bool] | None:
-        return None if self._rows is None else self._rows.tolist()
+    def _values(self) -> list[bool] | None:
+        return None if self._flags is None else self._flags.tolist()
 
-    def __getitem__(self, number: int) -> bool:
-        return self._known is None or self._known[number]
+    def __getitem__(self, row: int) -> bool:
+        return self._values is None or self._values[row]
 
 
 class CaptionBatches:
-    """The distinct captions of a task, each encoded once, in batches, as they are reached, and then let go."""
+    """The embeddings of a task's captions.
+
+    Each sample either takes its caption's embedding or drops its claim to it, exactly once.
+
+    Args:
+        processor: Encodes the captions.
+        samples: The samples of the task, in the order in which they will be encoded.
+    """
 
     def __init__(self, processor: Processor, samples: Sequence[PlannedSample]) -> None:
         self._processor = processor
         self._uses = Counter(sample.caption.text for sample in samples)
         self._waiting = list(self._uses)
-        self._encoded: dict[str, Text] = {}
+        self._encoded: dict[str, EncodedCaption] = {}
 
-    def take(self, caption: str) -> Text:
-        """What a sample with this caption gets."""
+    def take(self, caption: str) -> EncodedCaption:
+        """The embedding for one sample. Encodes the next captions if this one is not encoded yet."""
         while caption not in self._encoded:
-            batch, self._waiting = self._waiting[:TEXT_BATCH_SIZE], self._waiting[TEXT_BATCH_SIZE:]
-            columns = in_halves(self._processor.encode_texts, batch)
-            finite = Finite(columns)
-            small = {key: to_host(column) for key, column in columns.items() if column.nbytes <= _SMALL_BYTES}
-            for i, text in enumerate(batch):
-                # What is large in memory of its own: one caption that is kept does not keep the others.
-                fields = {
-                    key: small[key][i : i + 1] if key in small else copied(column[i : i + 1])
-                    for key, column in columns.items()
-                }
-                self._encoded[text] = Text(fields, finite, i)
+            self._encode_next()
         taken = self._encoded[caption]
         self.drop(caption)
         return taken
 
     def drop(self, caption: str) -> None:
-        """One sample with this caption less is to come."""
+        """Give up one sample's claim to this caption, for example because its file cannot be read."""
         self._uses[caption] -= 1
         if not self._uses[caption]:
             self._encoded.pop(caption, None)
+
+    def _encode_next(self) -> None:
+        batch, self._waiting = self._waiting[:TEXT_BATCH_SIZE], self._waiting[TEXT_BATCH_SIZE:]
+        columns = with_smaller_batches_on_oom(self._processor.encode_texts, batch)
+        finite = _FiniteRows(columns)
+        small = {key: to_host(column) for key, column in columns.items() if column.nbytes <= _SMALL_BYTES}
+        for i, caption in enumerate(batch):
+            # Large columns are copied row by row: a caption that stays in memory must not keep the others there.
+            fields = {
+                key: small[key][i : i + 1] if key in small else copy_to_host(column[i : i + 1])
+                for key, column in columns.items()
+            }
+            self._encoded[caption] = EncodedCaption(fields, finite, i)

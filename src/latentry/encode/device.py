@@ -1,6 +1,4 @@
-"""Between a device and the threads of its process: copies that wait for nothing, memory that is too small, and who
-gets the cores.
-"""
+"""How a process shares its device and its cores: copies to main memory, batches that are too large, thread counts."""
 
 from __future__ import annotations
 
@@ -14,56 +12,62 @@ from typing import Any
 import torch
 
 from latentry.errors import RunError
-from latentry.processors import Columns
+from latentry.processors.base import Columns
 
 _SWITCH_INTERVAL_S = 1e-4
 
 
 def to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy in main memory, without waiting for it; there is nothing to do for what is there already."""
+    """Copy a GPU tensor to pinned memory without waiting for it. A tensor in main memory is returned as it is."""
     if not tensor.is_cuda:
         return tensor
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     return host.copy_(tensor, non_blocking=True)
 
 
-def copied(tensor: torch.Tensor) -> torch.Tensor:
-    """The same in main memory, and in memory of its own."""
+def copy_to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """Like ``to_host``, but always a copy: the result shares no memory with the tensor."""
     return to_host(tensor) if tensor.is_cuda else tensor.clone()
 
 
-def in_halves(call: Callable[[Any], Columns], batch: Any) -> Columns:
-    """``call(batch)``; where the device's memory is too small for that, of its halves."""
+def with_smaller_batches_on_oom(call: Callable[[Any], Columns], batch: Any) -> Columns:
+    """Return ``call(batch)``; if the device runs out of memory, call it with each half and join the results.
+
+    Args:
+        call: Takes a batch and returns one column per field.
+        batch: Anything with a length that can be sliced.
+    """
     try:
         return call(batch)
     except torch.OutOfMemoryError:
         if len(batch) == 1:
             raise RunError(
-                "the device's memory is too small for a single sample; use a larger device"
+                "the device's memory is too small for a single sample; use a device with more memory"
             ) from None
-    # Only now: while an exception is handled it keeps what was computed so far in memory.
+    # Outside the except block: while an exception is handled, its traceback keeps the tensors alive.
     torch.cuda.empty_cache()
     half = len(batch) // 2
-    first, second = in_halves(call, batch[:half]), in_halves(call, batch[half:])
+    first = with_smaller_batches_on_oom(call, batch[:half])
+    second = with_smaller_batches_on_oom(call, batch[half:])
     return {key: torch.cat([column, second[key]]) for key, column in first.items()}
 
 
-def single_threads(count: int) -> ThreadPoolExecutor:
-    """Threads in which torch uses no further ones: there is one for each core already.
+def single_threaded_pool(num_threads: int) -> ThreadPoolExecutor:
+    """A pool whose threads each run torch on one thread, because the pool already has a thread for each core.
 
-    Torch takes a thread's number from a common one when the thread first asks for it, so each sets it and asks;
-    then the common one is set again for the calling thread.
+    A new thread takes its torch thread count from a process-wide value when it first needs it. So each thread of the
+    pool sets that value and reads it, and then the calling thread's count is restored.
     """
-    usual = torch.get_num_threads()
-    started = threading.Barrier(count + 1)
+    before = torch.get_num_threads()
+    started = threading.Barrier(num_threads + 1)
 
     def start() -> None:
         torch.set_num_threads(1)
         torch.get_num_threads()
 
-    pool = ThreadPoolExecutor(count, initializer=start)
+    pool = ThreadPoolExecutor(num_threads, initializer=start)
     try:
-        for _ in range(count):
+        for _ in range(num_threads):
             pool.submit(started.wait)
         started.wait()
     except BaseException:
@@ -71,23 +75,47 @@ def single_threads(count: int) -> ThreadPoolExecutor:
         pool.shutdown(wait=False)
         raise
     finally:
-        torch.set_num_threads(usual)
+        torch.set_num_threads(before)
     return pool
 
 
-@contextmanager
-def feeding_a_gpu() -> Iterator[None]:
-    """Let the thread that feeds a GPU wait for nothing else.
+class _Feeding:
+    """How many runs feed a GPU in this process, and the settings from before the first of them."""
 
-    It asks for Python's lock hundreds of times a batch, and two dozen threads that read and write hold it for up to
-    five milliseconds each unless told otherwise. And where torch divides its work among threads it waits for the
-    last of them, which waits for a core that is busy decoding: ten milliseconds for each picture it copies.
+    lock = threading.RLock()  # an abandoned generator may be collected while its thread holds the lock
+    num_runs = 0
+    switch_interval_s = 0.0
+    num_threads = 0
+
+
+@contextmanager
+def gpu_feeding_priority() -> Iterator[None]:
+    """Let the calling thread get the GIL and the cores it needs to keep a GPU busy.
+
+    The thread needs the GIL hundreds of times per batch, and two dozen reading and writing threads hold it for up to
+    the switch interval each, which is 5 ms by default. Inside the context it is 0.1 ms.
+
+    Torch runs on one thread inside the context. With several, each copy of an image waits for the slowest thread, which
+    waits for a core that is busy decoding: ten milliseconds per image.
+
+    Both settings belong to the process. They are restored when the last context ends, in whatever order contexts end,
+    also by an exception or because the generator that holds the context is closed or collected.
     """
-    switch_interval, num_threads = sys.getswitchinterval(), torch.get_num_threads()
-    sys.setswitchinterval(_SWITCH_INTERVAL_S)
-    torch.set_num_threads(1)
+    with _Feeding.lock:
+        if _Feeding.num_runs == 0:
+            _Feeding.switch_interval_s, _Feeding.num_threads = (
+                sys.getswitchinterval(),
+                torch.get_num_threads(),
+            )
+        _Feeding.num_runs += 1
     try:
+        sys.setswitchinterval(_SWITCH_INTERVAL_S)
+        torch.set_num_threads(1)
         yield
     finally:
-        sys.setswitchinterval(switch_interval)
-        torch.set_num_threads(num_threads)
+        with _Feeding.lock:
+            _Feeding.num_runs -= 1
+            # Torch's count is set per thread, so each context restores that of its own thread.
+            torch.set_num_threads(_Feeding.num_threads)
+            if _Feeding.num_runs == 0:
+                sys.setswitchinterval(_Feeding.switch_interval_s)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +22,7 @@ from latentry.cache.write.commits import Commit
 from latentry.cache.write.sample_data import SampleData, image_data, sample_row, video_data
 from latentry.cache.write.task_writer import WriterThreads, task_writer
 from latentry.encode.batch_encoder import BatchEncoder, QueuedBatch
-from latentry.encode.device import feeding_a_gpu, single_threads
+from latentry.encode.device import gpu_feeding_priority, single_threaded_pool
 from latentry.encode.read_ahead import DecodedSample, ReadAhead, RunningTask
 from latentry.encode.recipe import ResolvedRecipe
 from latentry.errors import RunError
@@ -86,7 +86,7 @@ class TaskRunner:
         self._on_outcome = on_outcome
         self._failures_in_a_row = 0
 
-    def run(self, tasks: Iterable[Task]) -> Iterator[Commit]:
+    def run(self, tasks: Iterable[Task]) -> Generator[Commit, None, None]:
         """Encode and write the tasks' samples. The files of a yielded commit are on disk."""
         queued: deque[QueuedBatch | RunningTask] = deque()
         closing: deque[RunningTask] = deque()
@@ -94,8 +94,8 @@ class TaskRunner:
         max_queued = _MAX_QUEUED_BATCHES if on_gpu else 0
         max_closing = _MAX_CLOSING_TASKS if on_gpu else 0
         with (
-            feeding_a_gpu() if on_gpu else nullcontext(),
-            single_threads(self._num_threads) as readers,
+            gpu_feeding_priority() if on_gpu else nullcontext(),
+            single_threaded_pool(self._num_threads) as readers,
             WriterThreads.running(_NUM_WRITER_THREADS) as writers,
         ):
             read_ahead = ReadAhead(self._recipe, self._source, readers, self._num_threads)
@@ -139,7 +139,7 @@ class TaskRunner:
         for i, decoded in enumerate(queued.samples):
             caption = queued.captions[i]
             problem = problem_of_flags(flags[i], latents[i])
-            if problem is None and not caption.finite[caption.number]:
+            if problem is None and not caption.is_finite:
                 problem = "has a caption whose embedding contains NaN or infinite values; try --dtype float32"
             if problem:
                 self._fail(running, decoded.sample, problem)

@@ -1,1 +1,1 @@
-"""Who runs tasks. An engine does nothing but call the same task function and pass on what it reports."""
+"""Who runs tasks. An engine calls the same task function on each device and passes on what it reports."""

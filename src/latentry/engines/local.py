@@ -1,8 +1,8 @@
-"""This machine: one worker per device, each with its own copy of the model.
+"""Runs tasks on this machine: one worker per device, each with its own copy of the model.
 
-A single device is served by the calling process. With several, each has a process of its own that pulls
-tasks until there are none; a task is committed by whoever ran it, so a worker that dies loses only the
-tasks it was at: those it read, encoded or still wrote, and none that was committed.
+A single device runs in the calling process. Several devices get one process each; every process takes tasks
+from a shared queue until it is empty. The process that encodes a task also commits it, so a worker that dies
+loses only the tasks that it had not committed yet.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import signal
 import threading
 import traceback
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -31,67 +31,75 @@ from latentry.hardware import num_cores
 from latentry.processors import processor_class
 from latentry.types import Task
 
-_MOST_READERS = 16
+_MAX_READERS = 16
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
-    """What every worker needs to know; it crosses processes."""
+    """What every worker needs to know. It is pickled and sent to worker processes."""
 
     recipe: ResolvedRecipe
     model_name: str
     source: Path
+    """The folder of the inputs."""
     output: Path
+    """The folder of the cache."""
     run: int
     """The number of the run, which orders its commits."""
     batch_size: int | None
-    """Samples encoded together; None leaves it to the device."""
+    """Samples that are encoded together; None lets the device decide."""
     verify: bool
+    """Whether to decode every latent and measure its PSNR."""
 
 
-Watch = Callable[[str, Outcome | Commit], None]
-"""Called with the device's name for every sample, and, where there is one device, for every committed task."""
+Reporter = Callable[[str, Outcome | Commit], None]
+"""Receives a device name and a report: each sample's outcome and, with a single device, each commit."""
 
 
 def find_devices(wanted: str) -> list[str]:
-    """The devices meant: ``auto`` is every GPU, or the CPU; else names such as ``cuda:0,cuda:1`` or ``0,1``.
+    """Turn the value of ``--devices`` into device names.
 
     >>> find_devices("cpu")
     ['cpu']
+
+    ``auto`` means every GPU, or the CPU if there is none. Otherwise ``wanted`` is a list such as
+    ``cuda:0,cuda:1``, or ``0,1`` for short.
     """
     if wanted == "auto":
         return [f"cuda:{i}" for i in range(torch.cuda.device_count())] or ["cpu"]
-    devices = []
-    for part in (part.strip() for part in wanted.split(",")):
-        name = f"cuda:{part}" if part.isdigit() else part
-        try:
-            device = torch.device(name)
-        except RuntimeError:
-            raise ConfigError(
-                f"device {part!r} is none; write for example auto, cpu, cuda:0 or 0,1"
-            ) from None
-        if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-            raise ConfigError(f"there is no device {name}; this machine has {torch.cuda.device_count()} GPUs")
-        devices.append(name)
-    return devices
+    return [_checked_device(part.strip()) for part in wanted.split(",")]
 
 
-def run_tasks(job: Job, tasks: Sequence[Task], devices: Sequence[str], watch: Watch) -> None:
-    """Carry out all tasks and commit each."""
+def _checked_device(wanted: str) -> str:
+    name = f"cuda:{wanted}" if wanted.isdigit() else wanted
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ConfigError(f"unknown device {wanted!r}; use for example auto, cpu, cuda:0 or 0,1") from None
+    num_gpus = torch.cuda.device_count()
+    if device.type == "cuda" and (device.index or 0) >= num_gpus:
+        raise ConfigError(f"unknown device {name!r}; this machine has {num_gpus} GPUs")
+    return name
+
+
+def run_tasks(job: Job, tasks: Sequence[Task], devices: Sequence[str], report: Reporter) -> None:
+    """Encode and commit all tasks. An error of any worker stops the others and is raised here."""
     if not tasks:
         return
     if len(devices) == 1:
-        _work(job, tasks, devices[0], share=1, watch=watch)
+        _run_on_device(job, tasks, devices[0], num_workers=1, report=report)
     else:
-        _run_in_processes(job, tasks, devices, watch)
+        _run_in_processes(job, tasks, devices, report)
 
 
-def _work(job: Job, tasks: Iterable[Task], device: str, share: int, watch: Watch) -> None:
-    """Run tasks until there are none; ``share`` workers divide the processor's cores among them."""
-    cores = max(1, num_cores() // share)
-    if share > 1:
+def _run_on_device(
+    job: Job, tasks: Iterable[Task], device: str, *, num_workers: int, report: Reporter
+) -> None:
+    """Encode and commit tasks on one device; the machine's cores are divided among ``num_workers``."""
+    cores = max(1, num_cores() // num_workers)
+    if num_workers > 1:
         torch.set_num_threads(cores)
-    # Kernels, events and recorded graphs go to the device that is the current one.
+    # CUDA kernels, events and graphs belong to the current device.
     with torch.cuda.device(device) if device.startswith("cuda") else nullcontext():
         processor = processor_class(job.recipe.processor)(
             job.model_name, torch.device(device), getattr(torch, job.recipe.dtype)
@@ -103,30 +111,33 @@ def _work(job: Job, tasks: Iterable[Task], device: str, share: int, watch: Watch
             job.source,
             job.output,
             batch_size=job.batch_size,
-            num_threads=min(_MOST_READERS, max(2, cores * 3 // 4)),  # the rest feeds the device, and writes
+            # A quarter of the cores is left to the thread that feeds the device and to the writers.
+            num_threads=min(_MAX_READERS, max(2, cores * 3 // 4)),
             device=device,
             verify=job.verify,
-            on_outcome=lambda outcome: watch(device, outcome),
+            on_outcome=lambda outcome: report(device, outcome),
         )
-        for commit in runner.run(tasks):
-            workspace.commit(commit)
-            watch(device, commit)
+        # Closing the generator ends its thread pools and settings here, not when it is garbage-collected.
+        with closing(runner.run(tasks)) as commits:
+            for commit in commits:
+                workspace.commit(commit)
+                report(device, commit)
 
 
 # ---- several devices ------------------------------------------------------------------------
 
 
-def _run_in_processes(job: Job, tasks: Sequence[Task], devices: Sequence[str], watch: Watch) -> None:
+def _run_in_processes(job: Job, tasks: Sequence[Task], devices: Sequence[str], report: Reporter) -> None:
     context = multiprocessing.get_context("spawn")
-    waiting: Any = context.Queue()
+    queue: Any = context.Queue()
     for task in tasks:
-        waiting.put(task)
+        queue.put(task)
     for _ in devices:
-        waiting.put(None)
-    # A pipe for each: what a worker that was killed had half written then concerns nobody else.
+        queue.put(None)  # one end mark per worker
+    # Each worker has its own pipe: a worker that is killed while it writes cannot corrupt another's reports.
     pipes = [context.Pipe(duplex=False) for _ in devices]
     workers = [
-        context.Process(target=_worker, args=(job, device, len(devices), waiting, sender), daemon=True)
+        context.Process(target=_work, args=(job, device, len(devices), queue, sender), daemon=True)
         for device, (_, sender) in zip(devices, pipes, strict=True)
     ]
     for worker in workers:
@@ -134,36 +145,37 @@ def _run_in_processes(job: Job, tasks: Sequence[Task], devices: Sequence[str], w
     for _, sender in pipes:
         sender.close()
     try:
-        _collect([receiver for receiver, _ in pipes], workers, devices, watch)
+        _collect([receiver for receiver, _ in pipes], workers, devices, report)
     finally:
         for worker in workers:
             worker.terminate()
         for worker in workers:
             worker.join()
         Workspace(job.output).remove_drafts()
-        waiting.cancel_join_thread()
-        waiting.close()
+        queue.cancel_join_thread()
+        queue.close()
 
 
-def _worker(job: Job, device: str, share: int, waiting: Any, reports: Connection) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what an interrupt means
-    threading.Thread(target=_follow_parent, daemon=True).start()
+def _work(job: Job, device: str, num_workers: int, queue: Any, reports: Connection) -> None:
+    """The body of a worker process. Its last report is None, or the error that stopped it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C and terminates its workers
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
 
-    def watch(_: str, report: Outcome | Commit) -> None:
-        if isinstance(report, Outcome):  # commits are on disk, and large
-            reports.send(report)
+    def report(_: str, content: Outcome | Commit) -> None:
+        if isinstance(content, Outcome):  # commits are large, and already on disk
+            reports.send(content)
 
     try:
-        _work(job, iter(waiting.get, None), device, share, watch)
+        _run_on_device(job, iter(queue.get, None), device, num_workers=num_workers, report=report)
         reports.send(None)
     except LatentryError as error:
         reports.send(error)
-    except Exception:  # reported, so that the parent can say which device it was
+    except Exception:
         reports.send(RunError(f"the worker on {device} failed: {traceback.format_exc()}"))
 
 
-def _follow_parent() -> None:
-    """End this process when its parent has: nobody else may work in the folder it had locked."""
+def _exit_with_parent() -> None:
+    """Exit when the parent process ends: its lock on the output folder is released then."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         multiprocessing.connection.wait([parent.sentinel])
@@ -171,25 +183,25 @@ def _follow_parent() -> None:
 
 
 def _collect(
-    receivers: Sequence[Connection], workers: Sequence[Any], devices: Sequence[str], watch: Watch
+    receivers: Sequence[Connection], workers: Sequence[Any], devices: Sequence[str], report: Reporter
 ) -> None:
-    """Pass on what the workers report, until all have said that they are done."""
+    """Pass on the workers' reports until every worker has finished."""
     unfinished = dict(zip(receivers, range(len(workers)), strict=True))
     while unfinished:
         for receiver in multiprocessing.connection.wait(list(unfinished)):
             assert isinstance(receiver, Connection)
             number = unfinished[receiver]
             try:
-                report = receiver.recv()
+                content = receiver.recv()
             except (EOFError, OSError):
                 workers[number].join()
                 raise RunError(
-                    f"the worker on {devices[number]} died (exit code {workers[number].exitcode}); what is "
-                    "committed is kept, and the same command goes on"
+                    f"the worker on {devices[number]} died (exit code {workers[number].exitcode}): committed "
+                    "work is kept; rerun the same command to resume"
                 ) from None
-            if isinstance(report, LatentryError):
-                raise report
-            if report is None:
+            if isinstance(content, LatentryError):
+                raise content
+            if content is None:
                 del unfinished[receiver]
             else:
-                watch(devices[number], report)
+                report(devices[number], content)

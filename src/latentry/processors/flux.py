@@ -1,45 +1,31 @@
-"""FLUX.1: its VAE, its CLIP and its T5, as its own pipeline uses them.
+"""FLUX.1: its VAE, CLIP and T5, as its own pipeline uses them.
 
-T5 runs without an attention mask over 512 padded tokens, so every position depends on the padding and
-nothing may be trimmed. CLIP gives the pooled embedding; its hidden states are kept for trainers that
-want them, and so are both token sequences.
+T5 runs without an attention mask over 512 padded tokens, so every position depends on the padding and nothing is
+trimmed. CLIP gives the pooled embedding. Its hidden states and both token sequences are stored too, for trainers that
+use them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
 
-from latentry.processors import Columns
-from latentry.processors.diffusers_model import (
-    VaeEncoder,
-    draw,
-    folder_identity,
-    loading,
-    model_folder,
-    padded_tokens,
-    require_packages,
-    scaled_pixels,
-    tile,
-    to_device,
-    unscaled_pixels,
-)
-from latentry.processors.fused.clip import ClipEncoder, states_of
-from latentry.processors.fused.cuda_graphs import CudaGraphed
+from latentry.processors.base import Columns
+from latentry.processors.diffusers_model import DiffusersProcessor, loading, padded_tokens
+from latentry.processors.fused.clip import ClipEncoder
+from latentry.processors.fused.cuda_graphs import GraphedFunction
 from latentry.processors.fused.image_vae import ImageEncoder
+from latentry.processors.fused.self_check import checked_encoder
 from latentry.processors.fused.t5 import T5Encoder
+from latentry.processors.vae import scaled_pixels, to_device, unscaled_pixels
 from latentry.types import ProcessorInfo
 
 T5_LENGTH = 512
 CLIP_LENGTH = 77
-_BYTES_PER_PIXEL = 1100  # in 16 bits; 1.1 GB for 1024x1024 on an H200
-_COMPONENTS = ("vae", "text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2")
 
 
-class FluxProcessor:
+class FluxProcessor(DiffusersProcessor):
     info = ProcessorInfo(
         name="flux",
         media=("image",),
@@ -49,30 +35,25 @@ class FluxProcessor:
         spatial_factor=8,
         version=2,
     )
+    components = ("vae", "text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2")
+    bytes_per_pixel = 1100  # 1.1 GB for 1024x1024 on an H200
 
     def __init__(self, model_name: str, device: torch.device, dtype: torch.dtype) -> None:
-        self._device, self._dtype = device, dtype
-        self._vae: Any
+        super().__init__(device, dtype)
         self._clip: Any
         self._t5: Any
-        self._vae, self._clip, self._t5, self._clip_tokens, self._t5_tokens = self._load(model_name)
-        self._shift = self._vae.config.shift_factor or 0.0
-        for module in (self._vae, self._clip, self._t5):
-            module.to(device).eval().requires_grad_(False)
-        self._encoder = VaeEncoder(self._vae, _BYTES_PER_PIXEL)
-        self.bytes_needed = self._encoder.bytes_needed
-        self._clip_states: Callable[[torch.Tensor], torch.Tensor] = partial(states_of, self._clip)
-        self._gpu_t5: CudaGraphed | None = None
-        if device.type == "cuda":
-            self.use_fused_encoder()
+        vae, self._clip, self._t5, self._clip_tokenizer, self._t5_tokenizer = self._load(model_name)
+        self._shift = vae.config.shift_factor or 0.0
+        self._fused_clip: GraphedFunction | None = None
+        self._fused_t5: GraphedFunction | None = None
+        self._set_up(vae, self._clip, self._t5)
 
     def _load(self, model_name: str) -> tuple[Any, ...]:
-        """The VAE, the two text encoders and their tokenizers."""
-        require_packages("diffusers", "transformers", "sentencepiece")
+        """Load the VAE, the two text encoders and their tokenizers."""
+        folder, dtype = self._folder(model_name, "diffusers", "transformers", "sentencepiece"), self._dtype
         from diffusers import AutoencoderKL
         from transformers import AutoTokenizer, CLIPTextModel, T5EncoderModel
 
-        folder, dtype = model_folder(model_name, _COMPONENTS), self._dtype
         with loading(folder):
             return (
                 AutoencoderKL.from_pretrained(folder, subfolder="vae", torch_dtype=dtype),
@@ -82,40 +63,38 @@ class FluxProcessor:
                 AutoTokenizer.from_pretrained(folder, subfolder="tokenizer_2"),
             )
 
-    def use_fused_encoder(self) -> None:
-        """Encode by the quicker ways in ``gpu``: the same numbers, up to rounding."""
+    def use_fused_encoders(self) -> None:
         self._encoder.use_fused_encoder(ImageEncoder)
-        if ClipEncoder.supports(self._clip):
-            self._clip_states = CudaGraphed(ClipEncoder(self._clip))
-        if T5Encoder.supports(self._t5):
-            self._gpu_t5 = CudaGraphed(T5Encoder(self._t5))
-
-    @classmethod
-    def weights_identity(cls, model_name: str) -> str:
-        return folder_identity(model_folder(model_name, _COMPONENTS), _COMPONENTS)
+        if (clip := checked_encoder(ClipEncoder, self._clip)) is not None:
+            self._fused_clip = GraphedFunction(clip)
+        if (t5 := checked_encoder(T5Encoder, self._t5)) is not None:
+            self._fused_t5 = GraphedFunction(t5)
 
     @torch.inference_mode()
     def encode_pixels(self, pixels: torch.Tensor, seeds: list[int] | None) -> torch.Tensor:
         scaled = scaled_pixels(pixels, self._device, self._dtype)
-        if (
-            self._device.type == "cpu"
-        ):  # the layout in which diffusers hands over a picture: same kernels, same bits
+        if self._device.type == "cpu":
+            # The memory layout of diffusers' image processor: it selects the same kernels, so the bits are the same.
             scaled = scaled.to(memory_format=torch.channels_last)
-        found = self._encoder.posterior(scaled)
-        latents = found.mode() if seeds is None else draw(found, seeds)
-        latents = (latents - self._shift) * self._vae.config.scaling_factor
-        stored: torch.Tensor = latents.to(torch.float16)
-        return stored
+        latents = self._encoder.latents(scaled, seeds)
+        stored: torch.Tensor = (latents - self._shift) * self._vae.config.scaling_factor
+        return stored.to(torch.float16)
 
     @torch.inference_mode()
     def encode_texts(self, captions: list[str]) -> Columns:
-        clip_tokens, _ = padded_tokens(self._clip_tokens, captions, CLIP_LENGTH)
-        t5_tokens, _ = padded_tokens(self._t5_tokens, captions, T5_LENGTH)
-        clip_states = self._clip_states(to_device(clip_tokens, self._device)).to(torch.bfloat16)
-        if self._gpu_t5 is not None:
-            prompt_embeds = self._gpu_t5(to_device(t5_tokens, self._device))
+        clip_tokens, _ = padded_tokens(self._clip_tokenizer, captions, CLIP_LENGTH)
+        t5_tokens, _ = padded_tokens(self._t5_tokenizer, captions, T5_LENGTH)
+        on_device = to_device(clip_tokens, self._device)
+        if self._fused_clip is not None:
+            clip_states = self._fused_clip(on_device)
         else:
-            prompt_embeds = self._t5(t5_tokens.to(self._device), output_hidden_states=False)[0]
+            clip_states = ClipEncoder.reference(self._clip, on_device)
+        on_device = to_device(t5_tokens, self._device)
+        if self._fused_t5 is not None:
+            prompt_embeds = self._fused_t5(on_device)
+        else:
+            prompt_embeds = self._t5(on_device, output_hidden_states=False)[0]
+        clip_states = clip_states.to(torch.bfloat16)
         return {
             "clip_tokens": clip_tokens,
             "clip_hidden": clip_states[:, :-1],
@@ -129,9 +108,3 @@ class FluxProcessor:
         latents = latents.to(self._device, self._dtype)
         latents = latents / self._vae.config.scaling_factor + self._shift
         return unscaled_pixels(self._vae.decode(latents, return_dict=False)[0])
-
-    def media_fields(self, pixels: torch.Tensor) -> Columns:
-        return {}
-
-    def enable_tiling(self) -> bool:
-        return tile(self._vae)

@@ -1,8 +1,7 @@
 """HunyuanVideo 1.5: its VAE, Qwen2.5-VL and ByT5 for text, and SigLIP for the first frame.
 
-The text goes through the pipeline's own static methods: its chat template and the quoted words that ByT5
-sees are then the pipeline's by construction. A text-to-video checkpoint has no SigLIP; its caches have no
-``image_embeds``.
+The text goes through static methods of diffusers' own pipeline, so the chat template and the quoted words that ByT5
+sees are the pipeline's. A text-to-video checkpoint has no SigLIP, and its caches have no ``image_embeds``.
 """
 
 from __future__ import annotations
@@ -10,30 +9,15 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from PIL import Image
 
-from latentry.processors import Columns
-from latentry.processors.diffusers_model import (
-    VaeEncoder,
-    draw,
-    folder_identity,
-    loading,
-    model_folder,
-    require_packages,
-    scaled_pixels,
-    tile,
-    to_device,
-    unscaled_pixels,
-)
+from latentry.processors.base import Columns
+from latentry.processors.diffusers_model import DiffusersProcessor, loading
 from latentry.processors.fused.hunyuan_vae import HunyuanEncoder
+from latentry.processors.vae import scaled_pixels, to_device, unscaled_pixels
 from latentry.types import ProcessorInfo
 
-_COMPONENTS = ("vae", "text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2")
-_BYTES_PER_PIXEL = 1900  # of all frames, in 16 bits; 92 GB for 121 frames of 848x480 on an H200
-_IMAGE_COMPONENTS = ("image_encoder", "feature_extractor")
 
-
-class HunyuanProcessor:
+class HunyuanProcessor(DiffusersProcessor):
     info = ProcessorInfo(
         name="hunyuan",
         media=("video",),
@@ -47,24 +31,21 @@ class HunyuanProcessor:
         latent_channels=32,
         version=2,
     )
+    components = ("vae", "text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2")
+    optional_components = ("image_encoder", "feature_extractor")
+    bytes_per_pixel = 1900  # 92 GB for 121 frames of 848x480 on an H200
+    one_by_one = True  # diffusers builds the attention mask for a single clip
 
     def __init__(self, model_name: str, device: torch.device, dtype: torch.dtype) -> None:
-        self._device, self._dtype = device, dtype
-        self._vae: Any
-        parts = self._load(model_name)
-        self._vae, self._qwen, self._byt5, self._tokenizer, self._tokenizer_2 = parts[:5]
-        self._siglip, self._features = parts[5:]
-        for module in filter(None, (self._vae, self._qwen, self._byt5, self._siglip)):
-            module.to(device).eval().requires_grad_(False)
-        # Its attention mask is made for a single clip.
-        self._encoder = VaeEncoder(self._vae, _BYTES_PER_PIXEL, one_by_one=True)
-        self.bytes_needed = self._encoder.bytes_needed
-        if device.type == "cuda":
-            self.use_fused_encoder()
+        super().__init__(device, dtype)
+        models = self._load(model_name)
+        vae, self._qwen, self._byt5, self._tokenizer, self._tokenizer_2 = models[:5]
+        self._siglip, self._image_processor = models[5:]
+        self._set_up(vae, *filter(None, (self._qwen, self._byt5, self._siglip)))
 
     def _load(self, model_name: str) -> tuple[Any, ...]:
-        """The VAE, the text encoders, their tokenizers, SigLIP and what prepares pictures for it, or None twice."""
-        require_packages("diffusers", "transformers")
+        """Load the VAE, the text encoders, their tokenizers, and SigLIP and its image processor, or None for both."""
+        folder, dtype = self._folder(model_name, "diffusers", "transformers"), self._dtype
         from diffusers import AutoencoderKLHunyuanVideo15
         from transformers import (
             AutoTokenizer,
@@ -74,13 +55,13 @@ class HunyuanProcessor:
             T5EncoderModel,
         )
 
-        folder = model_folder(model_name, _COMPONENTS, optional=_IMAGE_COMPONENTS)
-        dtype = self._dtype
-        siglip = features = None
+        siglip = image_processor = None
         with loading(folder):
-            if all((folder / component).is_dir() for component in _IMAGE_COMPONENTS):
+            if all((folder / component).is_dir() for component in self.optional_components):
                 siglip = SiglipVisionModel.from_pretrained(folder, subfolder="image_encoder", dtype=dtype)
-                features = SiglipImageProcessorPil.from_pretrained(folder, subfolder="feature_extractor")
+                image_processor = SiglipImageProcessorPil.from_pretrained(
+                    folder, subfolder="feature_extractor"
+                )
             return (
                 AutoencoderKLHunyuanVideo15.from_pretrained(folder, subfolder="vae", torch_dtype=dtype),
                 Qwen2_5_VLTextModel.from_pretrained(folder, subfolder="text_encoder", dtype=dtype),
@@ -88,24 +69,17 @@ class HunyuanProcessor:
                 AutoTokenizer.from_pretrained(folder, subfolder="tokenizer"),
                 AutoTokenizer.from_pretrained(folder, subfolder="tokenizer_2"),
                 siglip,
-                features,
+                image_processor,
             )
 
-    def use_fused_encoder(self) -> None:
-        """Encode by the quicker ways in ``gpu``: the same numbers, up to rounding."""
+    def use_fused_encoders(self) -> None:
         self._encoder.use_fused_encoder(HunyuanEncoder)
-
-    @classmethod
-    def weights_identity(cls, model_name: str) -> str:
-        folder = model_folder(model_name, _COMPONENTS, optional=_IMAGE_COMPONENTS)
-        return folder_identity(folder, _COMPONENTS + _IMAGE_COMPONENTS)
 
     @torch.inference_mode()
     def encode_pixels(self, pixels: torch.Tensor, seeds: list[int] | None) -> torch.Tensor:
-        found = self._encoder.posterior(scaled_pixels(pixels, self._device, self._dtype))
-        latents = found.mode() if seeds is None else draw(found, seeds)
-        stored: torch.Tensor = (latents * self._vae.config.scaling_factor).to(torch.float16)
-        return stored
+        latents = self._encoder.latents(scaled_pixels(pixels, self._device, self._dtype), seeds)
+        scaled: torch.Tensor = latents * self._vae.config.scaling_factor
+        return scaled.to(torch.float16)
 
     @torch.inference_mode()
     def encode_texts(self, captions: list[str]) -> Columns:
@@ -126,14 +100,17 @@ class HunyuanProcessor:
 
     @torch.inference_mode()
     def media_fields(self, pixels: torch.Tensor) -> Columns:
+        """SigLIP's embedding of each clip's first frame, if the model has SigLIP."""
         if self._siglip is None:
             return {}
+        from PIL import Image
+
         first = [Image.fromarray(clip[:, 0].permute(1, 2, 0).cpu().numpy()) for clip in pixels]
-        features = self._features.preprocess(
+        images = self._image_processor.preprocess(
             images=first, do_resize=True, return_tensors="pt", do_convert_rgb=True
         )
-        shown = to_device(features["pixel_values"].to(self._dtype), self._device)
-        hidden = self._siglip(pixel_values=shown).last_hidden_state
+        on_device = to_device(images["pixel_values"].to(self._dtype), self._device)
+        hidden = self._siglip(pixel_values=on_device).last_hidden_state
         return {"image_embeds": hidden.to(torch.bfloat16)}
 
     @torch.inference_mode()
@@ -141,6 +118,3 @@ class HunyuanProcessor:
         latents = latents.to(self._device, self._dtype) / self._vae.config.scaling_factor
         clips = [self._vae.decode(clip[None], return_dict=False)[0] for clip in latents]
         return unscaled_pixels(torch.cat(clips))
-
-    def enable_tiling(self) -> bool:
-        return tile(self._vae)

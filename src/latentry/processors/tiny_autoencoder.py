@@ -1,9 +1,8 @@
-"""The embedded autoencoder: eight times smaller in each direction, sixteen channels, 1.8 million weights.
+"""The embedded autoencoder: 8x downscaling, 16 channels, 1.8 million weights.
 
-It exists so that the whole path can be tried and tested without downloads or a GPU. All work is done
-at a quarter and an eighth of the resolution (pixels are folded into channels first), and there is no
-normalisation layer, so a pixel's latent depends on its neighbourhood alone and not on the rest of the
-picture. ``training/train_tiny.py`` made the weights.
+With it, everything can be tried and tested without downloads or a GPU. It folds pixels into channels first, and works
+at a quarter and an eighth of the resolution. It has no normalisation layer, so a latent depends on its neighbourhood
+only, not on the rest of the image. ``training/train_tiny.py`` trained the weights.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ class _Residual(nn.Module):
 
 
 class TinyAutoencoder(nn.Module):
-    """``encode``: pixels [B,3,H,W] in -1 to 1 to latents [B,16,H/8,W/8] of about unit variance; ``decode`` back."""
+    """``encode`` turns pixels [B,3,H,W] in -1 … 1 into latents [B,16,H/8,W/8] of about unit variance; ``decode`` inverts it."""
 
     latent_mean: torch.Tensor
     latent_std: torch.Tensor

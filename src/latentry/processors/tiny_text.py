@@ -1,8 +1,8 @@
 """Captions as sequences of small word vectors: deterministic, a millisecond each, no download.
 
-A caption is cut into word pieces, and each piece is looked up in a table that
-``training/distill_text.py`` made from a sentence encoder. The weighted mean of the pieces is close for
-captions of like meaning and not for others, which is all that trying out a pipeline asks for.
+A caption is split into word pieces, and each piece is looked up in a table that ``training/distill_text.py`` distilled
+from a sentence encoder. The mean of the vectors is similar for captions of similar meaning, which is enough to try out
+a pipeline.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ class TinyTextEncoder:
         with resources.as_file(_ASSET) as path, np.load(path) as asset:
             pieces = asset["vocabulary"].tobytes().decode().split("\n")
             table = asset["table"].astype(np.float32) * asset["scale"].astype(np.float32)[:, None]
-        self._numbers = {piece: number for number, piece in enumerate(pieces)}
+        self._ids = {piece: i for i, piece in enumerate(pieces)}
+        self._longest = max(map(len, pieces))
         self._table = torch.from_numpy(table)
         self.num_dims = table.shape[1]
 
@@ -35,24 +36,24 @@ class TinyTextEncoder:
         return hashlib.blake2b(_ASSET.read_bytes(), digest_size=16).hexdigest()
 
     def encode(self, caption: str) -> tuple[torch.Tensor, torch.Tensor]:
-        """Vectors [64,D], zero behind the caption's end, and their mean [D] of unit length."""
-        numbers = [number for word in _WORDS.findall(caption.lower()) for number in self._pieces(word)]
-        vectors = self._table[numbers[:MAX_PIECES]]
+        """Vectors [64,D], padded with zeros, and their mean [D], scaled to unit length."""
+        ids = [i for word in _WORDS.findall(caption.lower()) for i in self._pieces(word)]
+        vectors = self._table[ids[:MAX_PIECES]]
         padded = torch.zeros(MAX_PIECES, self.num_dims)
         padded[: len(vectors)] = vectors
         mean = vectors.mean(dim=0) if len(vectors) else torch.zeros(self.num_dims)
         return padded, torch.nn.functional.normalize(mean, dim=0)
 
     def _pieces(self, word: str) -> list[int]:
-        """The word in as few pieces as the vocabulary allows, longest first; unknown as a whole if not."""
-        numbers, start = [], 0
+        """Split a word greedily into the longest pieces of the vocabulary; a word that cannot be split is unknown."""
+        ids, start = [], 0
         while start < len(word):
-            for end in range(len(word), start, -1):
-                number = self._numbers.get(("##" if start else "") + word[start:end])
-                if number is not None:
-                    numbers.append(number)
+            for end in range(min(len(word), start + self._longest), start, -1):
+                found = self._ids.get(("##" if start else "") + word[start:end])
+                if found is not None:
+                    ids.append(found)
                     start = end
                     break
             else:
-                return [self._numbers["[UNK]"]]
-        return numbers
+                return [self._ids["[UNK]"]]
+        return ids

@@ -1,1 +1,1 @@
-"""What a run shows when it is over."""
+"""What a run shows: its progress while it works, and its result when it ends."""

@@ -1,4 +1,7 @@
-"""Helpers for testing a data path: tiny models in the real layout, small caches, and proofs to run on them."""
+"""Public helpers for testing a data path: tiny models in the diffusers layout, small caches, and assertions.
+
+Models and clips need ``latentry[models]`` and ``latentry[encode]``; caches and assertions need the core only.
+"""
 
 from latentry.testing.caches import make_image_cache, make_video_cache
 from latentry.testing.media import make_counter_clip, read_counter

@@ -1,4 +1,4 @@
-"""Small caches of random latents, in the layout that NeMo AutoModel's tool writes."""
+"""Small caches of random latents, in the layout that NeMo AutoModel's tool writes. They are made in milliseconds."""
 
 from __future__ import annotations
 
@@ -14,10 +14,19 @@ import torch
 def make_image_cache(
     folder: Path, counts: Mapping[tuple[int, int], int], *, shard_size: int = 10_000, channels: int = 4
 ) -> Path:
-    """A cache of random image latents: ``make_image_cache(tmp_path, {(512, 512): 10, (576, 448): 3})``.
+    """Make a cache of random image latents: ``make_image_cache(tmp_path, {(512, 512): 10, (576, 448): 3})``.
 
-    Rows of the buckets alternate, as they do in a folder of mixed pictures. Prompts are ``sample 0``,
-    ``sample 1``, … in the order of the rows.
+    Rows of the buckets alternate, as in a folder of mixed images. Prompts are ``sample 0``, ``sample 1``, …
+    in the order of the rows.
+
+    Args:
+        folder: The folder of the cache, created if missing.
+        counts: Samples per bucket, by (width, height).
+        shard_size: Rows per metadata shard.
+        channels: Channels of the latents.
+
+    Returns:
+        The folder.
     """
     rows = []
     for number, (width, height) in enumerate(_alternating(counts)):
@@ -40,7 +49,16 @@ def make_image_cache(
 def make_video_cache(
     folder: Path, counts: Mapping[tuple[int, int, int], int], *, shard_size: int = 10_000
 ) -> Path:
-    """A cache of random clips: ``make_video_cache(tmp_path, {(832, 480, 17): 4, (832, 480, 9): 2})``."""
+    """Make a cache of random clips: ``make_video_cache(tmp_path, {(832, 480, 17): 4, (832, 480, 9): 2})``.
+
+    Args:
+        folder: The folder of the cache, created if missing.
+        counts: Samples per bucket, by (width, height, frames).
+        shard_size: Rows per metadata shard.
+
+    Returns:
+        The folder.
+    """
     rows = []
     for number, (width, height, num_frames) in enumerate(_alternating(counts)):
         generator = torch.Generator().manual_seed(number)
@@ -58,6 +76,7 @@ def make_video_cache(
 
 
 def _alternating(counts: Mapping[Any, int]) -> Iterable[Any]:
+    """Each key as often as its count says, in turns."""
     left = {key: count for key, count in counts.items() if count > 0}
     while left:
         for key in list(left):
@@ -89,6 +108,7 @@ def _save(folder: Path, width: int, height: int, number: int, suffix: str, data:
 
 
 def write_metadata(folder: Path, rows: list[dict[str, Any]], shard_size: int, model_type: str) -> Path:
+    """Write the metadata shards of these rows, and ``metadata.json``."""
     shards: list[str] = []
     for start in range(0, len(rows), shard_size):
         shards.append(f"metadata_shard_{len(shards):04d}.json")

@@ -1,4 +1,4 @@
-"""Clips whose frames say which they are: a number drawn into each, readable after any codec."""
+"""Clips whose frames carry their number, drawn so large that it survives any codec and any scaling."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _TICKS_PER_S = 1000
 
 
 def counter_frame(number: int, width: int = 96, height: int = 64) -> npt.NDArray[np.uint8]:
-    """A frame with its number in ten large squares, dark for 0 and light for 1, in two rows of five."""
+    """A frame that shows its number as ten large squares, dark for 0 and light for 1, in two rows of five."""
     frame = np.full((height, width, 3), 128, np.uint8)
     for bit in range(_BITS):
         row, column = divmod(bit, _BITS // 2)
@@ -25,7 +25,11 @@ def counter_frame(number: int, width: int = 96, height: int = 64) -> npt.NDArray
 
 
 def read_counter(frame: npt.NDArray[np.uint8]) -> int:
-    """The number drawn into a frame of any size."""
+    """Read the number from a frame: ``read_counter(pixels)``.
+
+    Args:
+        frame: uint8 [H,W,3], of any size.
+    """
     height, width = frame.shape[:2]
     number = 0
     for bit in range(_BITS):
@@ -49,10 +53,23 @@ def make_counter_clip(
     options: dict[str, str] | None = None,
     container_options: dict[str, str] | None = None,
 ) -> Path:
-    """A clip of counting frames: ``make_counter_clip(tmp_path / "clip.mp4", 60, codec="libx265")``.
+    """Write a clip of numbered frames: ``make_counter_clip(tmp_path / "clip.mp4", 60, codec="libx265")``.
 
-    ``ticks`` gives each frame's time in milliseconds, for clips of a variable rate; ``rotation`` is what
-    the header says a player should turn it by, counter-clockwise.
+    Args:
+        path: The file to write; its suffix decides the container.
+        num_frames: How many frames; at most 1024.
+        codec: The encoder, by its FFmpeg name.
+        pixel_format: The pixel format, by its FFmpeg name.
+        size: (width, height) in pixels.
+        rate: Frames per second.
+        ticks: The time of each frame in milliseconds, for a variable frame rate; None for a constant one.
+        rotation: The rotation in the header, in degrees counter-clockwise.
+        gop_size: Frames from one keyframe to the next.
+        options: Options of the encoder.
+        container_options: Options of the container.
+
+    Returns:
+        The path.
     """
     import av
 

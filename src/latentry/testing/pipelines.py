@@ -1,4 +1,4 @@
-"""Tiny random models in the real diffusers layout: built offline in a second, loaded like the real ones."""
+"""Tiny random models in the diffusers layout: built offline in a second, loaded like the real ones."""
 
 from __future__ import annotations
 
@@ -28,7 +28,15 @@ _T5_SHAPE: dict[str, Any] = {
 
 
 def make_flux_pipeline(folder: Path, seed: int = 0) -> Path:
-    """A FLUX.1 of a few thousand weights: ``make_flux_pipeline(tmp_path / "flux")``."""
+    """Save a FLUX.1 of a few thousand weights: ``make_flux_pipeline(tmp_path / "flux")``.
+
+    Args:
+        folder: The folder of the model, created if missing.
+        seed: Decides the weights.
+
+    Returns:
+        The folder.
+    """
     from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransformer2DModel
     from transformers import CLIPTextConfig, CLIPTextModel, T5Config, T5EncoderModel
 
@@ -87,7 +95,15 @@ def make_flux_pipeline(folder: Path, seed: int = 0) -> Path:
 
 
 def make_wan_pipeline(folder: Path, seed: int = 0) -> Path:
-    """A Wan 2.1 of a few thousand weights."""
+    """Save a Wan 2.1 of a few thousand weights: ``make_wan_pipeline(tmp_path / "wan")``.
+
+    Args:
+        folder: The folder of the model, created if missing.
+        seed: Decides the weights.
+
+    Returns:
+        The folder.
+    """
     from diffusers import AutoencoderKLWan, UniPCMultistepScheduler, WanPipeline, WanTransformer3DModel
     from transformers import UMT5Config, UMT5EncoderModel
 
@@ -113,7 +129,16 @@ def make_wan_pipeline(folder: Path, seed: int = 0) -> Path:
 
 
 def make_hunyuan_pipeline(folder: Path, *, image_to_video: bool = True, seed: int = 0) -> Path:
-    """A HunyuanVideo 1.5 of a few thousand weights, with SigLIP if it is for image-to-video."""
+    """Save a HunyuanVideo 1.5 of a few thousand weights: ``make_hunyuan_pipeline(tmp_path / "hunyuan")``.
+
+    Args:
+        folder: The folder of the model, created if missing.
+        image_to_video: Whether it is the image-to-video model, which has SigLIP.
+        seed: Decides the weights.
+
+    Returns:
+        The folder.
+    """
     from diffusers import (
         AutoencoderKLHunyuanVideo15,
         FlowMatchEulerDiscreteScheduler,
@@ -188,7 +213,7 @@ def make_hunyuan_pipeline(folder: Path, *, image_to_video: bool = True, seed: in
 
 
 def qwen_tokenizer() -> Any:
-    """Byte-level pairs trained on the spot, with a chat template."""
+    """A byte-level BPE tokenizer with a chat template, trained on a few sentences."""
     import json
 
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
@@ -212,7 +237,7 @@ def qwen_tokenizer() -> Any:
 
 
 def clip_tokenizer() -> Any:
-    """All bytes, each also as the end of a word, and a few merges; the end mark has the largest number."""
+    """A CLIP tokenizer: all bytes, each also as the end of a word, and a few merges. The end token comes last."""
     from transformers import CLIPTokenizer
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 
@@ -232,7 +257,7 @@ def clip_tokenizer() -> Any:
 
 
 def t5_tokenizer() -> Any:
-    """A SentencePiece model of 200 pieces, trained on the spot."""
+    """A T5 tokenizer: a SentencePiece model of 200 pieces, trained on a few sentences."""
     import sentencepiece
     from transformers import T5Tokenizer
 

@@ -1,6 +1,7 @@
-"""Causal convolutions over a clip that comes in stretches: each sees the last two frames before its stretch.
+"""Causal convolutions over a clip that is encoded in temporal chunks.
 
-TemporalChunks bound the frame_cache, and keep every tensor under 2^31 values, beyond which cuDNN has only slow kernels.
+Each convolution sees the last two frames of the chunk before. Chunks limit the memory, and keep every tensor under
+2^31 values, above which cuDNN has only slow kernels.
 """
 
 from __future__ import annotations
@@ -12,32 +13,40 @@ import torch
 from torch.nn import functional as F
 
 from latentry.hardware import share_of_memory
+from latentry.processors.fused.structure import Described
 
 _MAX_VALUES = (1 << 31) - 1
-_TENSORS_ALIVE = 4
-"""As large as the widest layer's input, at once."""
+_LIVE_TENSORS = 4
+"""How many tensors as large as the widest layer's input exist at the same time."""
 _FIRST_CHANNELS = 16
+
+RMS_NORM_2D = Described(parameters={"gamma": (None, 1, 1)}, channel_first=True)
+RMS_NORM_3D = Described(parameters={"gamma": (None, 1, 1, 1)}, channel_first=True)
 
 
 class FrameCache:
-    """The frames that each convolution needs of the stretch before."""
+    """The last frames of the previous chunk, for each layer that needs them. One clip has one cache."""
 
     def __init__(self) -> None:
         self._frames: dict[int, torch.Tensor] = {}
 
-    def get(self, owner: Any) -> torch.Tensor | None:
-        """The frames kept for this layer; None in a clip's first stretch."""
-        return self._frames.get(id(owner))
+    def get(self, layer: Any) -> torch.Tensor | None:
+        """The frames stored for this layer; None in a clip's first chunk."""
+        return self._frames.get(id(layer))
 
-    def keep(self, owner: Any, frames: torch.Tensor) -> None:
-        self._frames[id(owner)] = frames.clone()
+    def put(self, layer: Any, frames: torch.Tensor) -> None:
+        self._frames[id(layer)] = frames.clone()
 
 
 class TemporalChunks:
-    """Cuts clips into parts: the first of n·step+1 frames, the others of n·step, as long as frame_cache allows.
+    """Splits clips into chunks: the first has n·step+1 frames, the others n·step, as many as the memory allows.
 
-    ``values_per_pixel`` is what the widest layer's input has. How long they are is decided when a shape first
-    comes up, and kept to.
+    The chunk length for a shape is computed once and then kept, so every clip of a shape is encoded alike.
+
+    Args:
+        values_per_pixel: The number of channels of the widest layer's input.
+        step: How many frames become one latent frame.
+        value_bytes: The size of one value.
     """
 
     def __init__(self, values_per_pixel: int, step: int, value_bytes: int = 2) -> None:
@@ -47,17 +56,14 @@ class TemporalChunks:
         self._lengths: dict[tuple[int, ...], int] = {}
 
     def bytes_needed(self, clips: torch.Tensor) -> int:
-        """What encoding [B,3,T,H,W] takes at the least: the clip itself and its shortest stretch."""
+        """The least memory that encoding [B,3,T,H,W] takes: one clip and its shortest chunk."""
         frames, height, width = clips.shape[-3:]
-        shortest = (self._step + 1) * self._values_per_pixel * _TENSORS_ALIVE
+        shortest = (self._step + 1) * self._values_per_pixel * _LIVE_TENSORS
         return height * width * (4 * frames + shortest) * self._value_bytes
 
-    def of(self, clip: torch.Tensor) -> Iterator[torch.Tensor]:
-        """The parts of [T,H,W,3]."""
-        shape = tuple(clip.shape)
-        if shape not in self._lengths:
-            self._lengths[shape] = self._length(clip)
-        length = self._lengths[shape]
+    def split(self, clip: torch.Tensor, max_frames: int | None = None) -> Iterator[torch.Tensor]:
+        """The chunks of [T,H,W,3], of at most ``max_frames`` if given, which must be n·step+1."""
+        length = self._length(clip) if max_frames is None else max_frames - 1
         start = 0
         while start < len(clip):
             end = min(len(clip), start + length + (start == 0))
@@ -65,64 +71,72 @@ class TemporalChunks:
             start = end
 
     def _length(self, clip: torch.Tensor) -> int:
+        shape = tuple(clip.shape)
+        if shape not in self._lengths:
+            self._lengths[shape] = self._longest(clip)
+        return self._lengths[shape]
+
+    def _longest(self, clip: torch.Tensor) -> int:
         frames, height, width, _ = clip.shape
-        limit = min(_MAX_VALUES, share_of_memory(clip.device) / (_TENSORS_ALIVE * clip.element_size()))
+        limit = min(_MAX_VALUES, share_of_memory(clip.device) / (_LIVE_TENSORS * clip.element_size()))
         most = (
             max(1, (int(limit) // (height * width * self._values_per_pixel) - 1) // self._step) * self._step
         )
-        num_parts = max(1, -(-(frames - 1) // most))
-        return max(1, -(-(frames - 1) // (num_parts * self._step)) * self._step)
+        num_chunks = max(1, -(-(frames - 1) // most))
+        return max(1, -(-(frames - 1) // (num_chunks * self._step)) * self._step)
 
 
 def fold_time(weight: torch.Tensor) -> torch.Tensor:
-    """A 3D kernel as a 2D one over three frames' channels.
+    """Turn a 3D kernel into a 2D kernel over the channels of three frames.
 
-    For few channels that is nearly twice as quick: cuDNN's 3D kernels for them do not use Hopper's matrix units.
+    For few channels this is nearly twice as fast: cuDNN's 3D kernels for them do not use Hopper's matrix units.
     """
     folded = weight.permute(0, 2, 1, 3, 4).flatten(1, 2)
     return folded.contiguous(memory_format=torch.channels_last)
 
 
 def conv2d(x: torch.Tensor, weight: torch.Tensor, padding: int = 1) -> torch.Tensor:
-    """A convolution of the frames of [T,H,W,C]."""
+    """Convolve each frame of [T,H,W,C]."""
     return F.conv2d(x.permute(0, 3, 1, 2), weight, None, 1, padding).permute(0, 2, 3, 1).contiguous()
 
 
 class FirstConv:
-    """A model's first convolution, over three frames' colours and a constant that carries the bias."""
+    """A model's first convolution, as a 2D convolution over the colours of three frames and a constant for the bias."""
 
     def __init__(self, conv: Any) -> None:
         out_channels, in_channels = conv.weight.shape[:2]
-        self._spare = _FIRST_CHANNELS - 3 * in_channels - 1
+        self._num_unused = _FIRST_CHANNELS - 3 * in_channels - 1
         weight = conv.weight.new_zeros(out_channels, _FIRST_CHANNELS, 3, 3)
         weight[:, : 3 * in_channels] = fold_time(conv.weight)
         weight[:, 3 * in_channels, 1, 1] = conv.bias
         self._weight = weight.contiguous(memory_format=torch.channels_last)
 
-    def __call__(self, room: torch.Tensor, padding: int) -> torch.Tensor:
-        """For [T+2,H,W,3], the first two being the frames before."""
-        shape = (len(room) - 2, *room.shape[1:3])
-        constant, spare = room.new_ones(*shape, 1), room.new_zeros(*shape, self._spare)
+    def __call__(self, frames: torch.Tensor, padding: int) -> torch.Tensor:
+        """Convolve [T+2,H,W,3], of which the first two frames are those before the chunk."""
+        shape = (len(frames) - 2, *frames.shape[1:3])
+        constant, unused = frames.new_ones(*shape, 1), frames.new_zeros(*shape, self._num_unused)
         return conv2d(
-            torch.cat([room[:-2], room[1:-1], room[2:], constant, spare], dim=-1), self._weight, padding
+            torch.cat([frames[:-2], frames[1:-1], frames[2:], constant, unused], dim=-1),
+            self._weight,
+            padding,
         )
 
 
 def conv3d(
     x: torch.Tensor, conv: Any, bias: torch.Tensor | None, padding: tuple[int, int, int] = (0, 0, 0)
 ) -> torch.Tensor:
-    """A convolution of [T,H,W,C], with another bias and padding than its own."""
+    """Convolve [T,H,W,C] with a layer's weights and stride, and with this bias and padding instead of the layer's."""
     y = F.conv3d(x.permute(3, 0, 1, 2)[None], conv.weight, bias, conv.stride, padding)
     return y[0].permute(1, 2, 3, 0).contiguous()
 
 
 def pointwise(x: torch.Tensor, conv: Any) -> torch.Tensor:
-    """A convolution of a single point, which is a matrix product."""
+    """A convolution with a kernel of one point, computed as a matrix product."""
     return F.linear(x, conv.weight.flatten(1), conv.bias)
 
 
-def with_channels_last(module: torch.nn.Module) -> None:
-    """Lay out the weights of all convolutions as their inputs will be."""
+def use_channels_last(module: torch.nn.Module) -> None:
+    """Store the weights of all convolutions with the channels last, as their inputs are."""
     for layer in module.modules():
         if isinstance(layer, torch.nn.Conv3d):
             layer.weight.data = layer.weight.data.contiguous(memory_format=torch.channels_last_3d)
@@ -131,6 +145,6 @@ def with_channels_last(module: torch.nn.Module) -> None:
 
 
 def norm_factor(norm: Any) -> torch.Tensor:
-    """The RMS norm's weights times its constant factor."""
+    """An RMS norm's weights times its constant factor."""
     factor: torch.Tensor = norm.gamma.flatten() * norm.scale
     return factor.float()

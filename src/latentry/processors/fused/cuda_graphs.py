@@ -1,8 +1,9 @@
-"""Work for a GPU, recorded once for each shape and from then on handed over in a single call.
+"""CUDA graphs: capture the kernels of an encoder once per shape, then replay them with a single call.
 
-An encoder is hundreds to thousands of small calls from Python, and before each the calling thread has to get hold
-of Python's lock, for which two dozen threads that decode and write compete. A recorded graph needs it once.
-Recording costs about one more run, so a shape that comes up a few times only is never recorded.
+An encoder launches hundreds to thousands of kernels from Python, and the launching thread needs the GIL for each. Two
+dozen threads that decode and write compete for it. A replayed graph needs the GIL once. Capturing costs about as much
+as one run, so the first two calls with a shape run eagerly; they also warm up the kernels, which a capture requires.
+A shape that occurs only a few times is never captured.
 """
 
 from __future__ import annotations
@@ -15,63 +16,72 @@ import torch
 
 logger = logging.getLogger(__name__)
 
-_CALLS_BEFORE_RECORDING = 3
-_MOST_KEPT = 2
+_CALLS_UNTIL_CAPTURE = 3
+_MAX_GRAPHS = 2
+"""Each graph keeps its memory, so only the graphs of the most recent shapes are kept."""
 
 
-class CudaGraphed:
-    """A function of one tensor on a GPU to another, which depends on nothing else and waits for nothing."""
+class GraphedFunction:
+    """Calls a function of one tensor, through CUDA graphs where that pays off.
+
+    The function must depend on its argument alone and must not wait for the device. On a CPU it is simply called. If a
+    capture fails, or if memory runs out while graphs hold some of it, all calls run eagerly from then on.
+
+    Args:
+        function: Takes a tensor and returns a new one.
+    """
 
     def __init__(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self._function = function
-        self._calls: dict[tuple[object, ...], int] = {}
-        self._recorded: OrderedDict[tuple[object, ...], _Recording] = OrderedDict()
-        self._records = True
+        self._num_calls: dict[tuple[object, ...], int] = {}
+        self._graphs: OrderedDict[tuple[object, ...], _Graph] = OrderedDict()
+        self._may_capture = True
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if not x.is_cuda:
             return self._function(x)
         key = (tuple(x.shape), x.dtype)
-        if key not in self._recorded:
-            self._calls[key] = self._calls.get(key, 0) + 1
-            if self._records and self._calls[key] >= _CALLS_BEFORE_RECORDING:
-                self._record(key, x)
-        if key in self._recorded:
-            self._recorded.move_to_end(key)
-            return self._recorded[key].replay(x)
+        if key not in self._graphs:
+            self._num_calls[key] = self._num_calls.get(key, 0) + 1
+            if self._may_capture and self._num_calls[key] >= _CALLS_UNTIL_CAPTURE:
+                self._capture(key, x)
+        if key in self._graphs:
+            self._graphs.move_to_end(key)
+            return self._graphs[key].replay(x)
         try:
             return self._function(x)
         except torch.OutOfMemoryError:
-            if not self._recorded:
+            if not self._graphs:
                 raise
-        # The memory that recordings hold may be what is missing.
-        self._give_up("there is too little memory for it")
+        # Retry without the graphs, whose memory may be what is missing.
+        self._stop_capturing("there is too little memory")
         return self._function(x)
 
-    def _record(self, key: tuple[object, ...], x: torch.Tensor) -> None:
-        while len(self._recorded) >= _MOST_KEPT:
-            torch.cuda.synchronize()  # it may still be running
-            self._recorded.popitem(last=False)
+    def _capture(self, key: tuple[object, ...], x: torch.Tensor) -> None:
+        while len(self._graphs) >= _MAX_GRAPHS:
+            torch.cuda.synchronize()  # the graph may still be running
+            self._graphs.popitem(last=False)
         stream = torch.cuda.current_stream(x.device)
         try:
-            self._recorded[key] = _Recording(self._function, x)
+            self._graphs[key] = _Graph(self._function, x)
         except (torch.OutOfMemoryError, RuntimeError) as error:
             reason = str(error).partition("\n")[0]
         else:
             return
-        torch.cuda.set_stream(stream)  # a recording that breaks off may leave its own in place
-        self._give_up(reason)
+        torch.cuda.set_stream(stream)  # a failed capture may leave its own stream current
+        self._stop_capturing(reason)
 
-    def _give_up(self, reason: str) -> None:
-        """Record nothing from now on."""
-        logger.info("work for the device is not recorded any more: %s", reason)
-        self._records = False
+    def _stop_capturing(self, reason: str) -> None:
+        logger.info("encoding continues without CUDA graphs: %s", reason)
+        self._may_capture = False
         torch.cuda.synchronize()
-        self._recorded.clear()
+        self._graphs.clear()
         torch.cuda.empty_cache()
 
 
-class _Recording:
+class _Graph:
+    """One captured graph, with the memory of its input and its output."""
+
     def __init__(
         self,
         function: Callable[[torch.Tensor], torch.Tensor],
@@ -80,7 +90,7 @@ class _Recording:
         self._input = x.clone()
         self._graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
-        # Other threads go on with what they do on the device; only this one is held to what can be recorded.
+        # With "thread_local", other threads may keep using the device during the capture.
         with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
             self._output = function(self._input)
 

@@ -1,31 +1,83 @@
-"""HunyuanVideo 1.5's causal video VAE, its encoder only.
+"""The encoder of HunyuanVideo 1.5's causal video VAE.
 
-Everything before the attention in the middle is causal convolutions and goes in stretches. The attention sees
-all frames before its own: done frame by frame it needs neither the mask, nor half of the arithmetic, nor the
-tens of gigabytes that scores of all with all take.
+Everything before the attention in the middle is causal convolutions, and runs in temporal chunks. The attention sees its
+own frame and all frames before it. Computed frame by frame it needs no mask, half of the arithmetic, and none of the
+tens of gigabytes that the scores of all pairs take.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.nn import functional as F
 
 from latentry.processors.fused import ops
 from latentry.processors.fused.causal import (
+    RMS_NORM_3D,
     FirstConv,
     FrameCache,
     TemporalChunks,
     conv3d,
     norm_factor,
     pointwise,
-    with_channels_last,
+    use_channels_last,
+)
+from latentry.processors.fused.self_check import fixed_noise, vae_moments
+from latentry.processors.fused.structure import SILU, Absent, Anything, Described, Each, OneOf, conv, matches
+
+_POINTWISE_CONV = conv(3, 1, stride=(1, 1, 1))
+_CAUSAL_CONV = Described(
+    children={"conv": conv(3, 3, stride=(1, 1, 1), padding=(0, 0, 0))},
+    pad_mode="replicate",
+    time_causal_padding=(1, 1, 1, 1, 2, 0),
+)
+_RESNET = Described(
+    children={
+        "norm1": RMS_NORM_3D,
+        "conv1": _CAUSAL_CONV,
+        "norm2": RMS_NORM_3D,
+        "conv2": _CAUSAL_CONV,
+        "nonlinearity": SILU,
+        "conv_shortcut": OneOf(Absent(), _POINTWISE_CONV),
+    }
+)
+_DOWN_BLOCK = Described(
+    children={
+        "resnets": Each(_RESNET),
+        "downsamplers": OneOf(Absent(), Each(Described(children={"conv": _CAUSAL_CONV}))),
+    }
+)
+_ATTENTION = Described(
+    children={
+        "norm": RMS_NORM_3D,
+        "to_q": _POINTWISE_CONV,
+        "to_k": _POINTWISE_CONV,
+        "to_v": _POINTWISE_CONV,
+        "proj_out": _POINTWISE_CONV,
+    }
+)
+_STRUCTURE = Described(
+    children={
+        "encoder": Described(
+            children={
+                "conv_in": _CAUSAL_CONV,
+                "down_blocks": Each(_DOWN_BLOCK),
+                "mid_block": Described(children={"resnets": Each(_RESNET), "attentions": Each(_ATTENTION)}),
+                "norm_out": RMS_NORM_3D,
+                "conv_act": SILU,
+                "conv_out": _CAUSAL_CONV,
+            }
+        ),
+        "decoder": Anything(),
+    }
 )
 
 
 class HunyuanEncoder:
     """``encoder(clips)`` is ``vae.encode(clips)``'s moments, for [B,3,T,H,W] in -1 … 1."""
+
+    name: ClassVar[str] = "HunyuanVideo VAE"
 
     def __init__(self, vae: Any) -> None:
         self._encoder = vae.encoder
@@ -33,32 +85,52 @@ class HunyuanEncoder:
         self._chunks = TemporalChunks(widest, vae.temporal_compression_ratio, vae.dtype.itemsize)
         self.bytes_needed = self._chunks.bytes_needed
         self._first = FirstConv(vae.encoder.conv_in.conv)
-        with_channels_last(vae.encoder)
+        use_channels_last(vae.encoder)
 
     @staticmethod
     def supports(vae: Any) -> bool:
-        """Whether channels divide as the downsampling here assumes."""
-        downs = [down for block in vae.encoder.down_blocks for down in block.downsamplers or ()]
-        groups = [_group(down) for down in downs]
-        return all(group >= 2 and group & (group - 1) == 0 for group in groups) and all(
-            down.conv.pad_mode == "replicate" for down in downs
+        """Whether this is HunyuanVideo 1.5's VAE, and its shortcuts average groups that the kernels can take."""
+        if not matches(vae, _STRUCTURE):
+            return False
+        shortcuts = [
+            (down.group_size, 2, down.conv.conv)
+            for block in vae.encoder.down_blocks
+            for down in block.downsamplers or ()
+        ]
+        shortcuts.append((vae.encoder.group_size, 1, vae.encoder.conv_out.conv))
+        return all(
+            group >= least and group.bit_count() == 1 and conv.in_channels == group * conv.out_channels
+            for group, least, conv in shortcuts
         )
 
-    def __call__(self, clips: torch.Tensor) -> torch.Tensor:
-        return torch.stack([self._encode(clip.permute(1, 2, 3, 0).contiguous()) for clip in clips])
+    @staticmethod
+    def check_inputs(vae: Any) -> list[tuple[Any, ...]]:
+        """A single frame, and a clip of two chunks whose latents have odd sides."""
+        return [(fixed_noise((1, 3, frames, 48, 80), vae), 5) for frames in (1, 9)]
 
-    def _encode(self, clip: torch.Tensor) -> torch.Tensor:
+    @staticmethod
+    def reference(vae: Any, clips: torch.Tensor, max_frames: int | None = None) -> torch.Tensor:
+        return vae_moments(vae, clips)
+
+    def __call__(self, clips: torch.Tensor, max_frames: int | None = None) -> torch.Tensor:
+        """Encode, in chunks of at most ``max_frames``; None leaves their length to the memory."""
+        return torch.stack(
+            [self._encode(clip.permute(1, 2, 3, 0).contiguous(), max_frames) for clip in clips]
+        )
+
+    def _encode(self, clip: torch.Tensor, max_frames: int | None) -> torch.Tensor:
         encoder, frame_cache = self._encoder, FrameCache()
-        x = torch.cat([self._stretch(part, frame_cache) for part in self._chunks.of(clip)])
+        chunks = self._chunks.split(clip, max_frames)
+        x = torch.cat([self._encode_chunk(chunk, frame_cache) for chunk in chunks])
         frame_cache = FrameCache()
         x = _residual(x, encoder.mid_block.resnets[0], frame_cache)
         for attention, block in zip(encoder.mid_block.attentions, encoder.mid_block.resnets[1:], strict=True):
-            x = _residual(_attention(x, attention) if attention is not None else x, block, frame_cache)
+            x = _residual(_attention(x, attention), block, frame_cache)
         conv = encoder.conv_out.conv
         h = conv3d(_padded(x, encoder.norm_out, None, encoder.conv_out, frame_cache), conv, None)
         return ops.add_group_mean(h, conv.bias, x).permute(3, 0, 1, 2)
 
-    def _stretch(self, x: torch.Tensor, frame_cache: FrameCache) -> torch.Tensor:
+    def _encode_chunk(self, x: torch.Tensor, frame_cache: FrameCache) -> torch.Tensor:
         conv_in = self._encoder.conv_in
         x = self._first(_padded(x, None, None, conv_in, frame_cache, silu=False), padding=0)
         for block in self._encoder.down_blocks:
@@ -78,15 +150,15 @@ def _padded(
     *,
     silu: bool = True,
 ) -> torch.Tensor:
-    """The normed frames with their edges repeated, and before them the last two of the stretch before."""
+    """Norm and activation, with the edges of each frame repeated and the last two frames of the chunk before in front."""
     frames, height, width, channels = x.shape
-    room = x.new_empty(frames + 2, height + 2, width + 2, channels)
+    padded = x.new_empty(frames + 2, height + 2, width + 2, channels)
     gamma = None if norm is None else norm_factor(norm)
-    ops.norm_rows(x, gamma, bias, silu=silu, pad=1, out=room[2:])
+    ops.norm_rows(x, gamma, bias, silu=silu, pad=1, out=padded[2:])
     before = frame_cache.get(conv)
-    room[:2] = room[2:3] if before is None else before
-    frame_cache.keep(conv, room[-2:])
-    return room
+    padded[:2] = padded[2:3] if before is None else before
+    frame_cache.put(conv, padded[-2:])
+    return padded
 
 
 def _residual(x: torch.Tensor, block: Any, frame_cache: FrameCache) -> torch.Tensor:
@@ -99,26 +171,22 @@ def _residual(x: torch.Tensor, block: Any, frame_cache: FrameCache) -> torch.Ten
     return ops.add_rows(x, h, block.conv2.conv.bias)
 
 
-def _group(down: Any) -> int:
-    """How many channels the shortcut averages into one."""
-    return int(down.group_size)
-
-
 def _downsample(x: torch.Tensor, down: Any, frame_cache: FrameCache) -> torch.Tensor:
-    """Space, and time if asked, folded into channels; beside the convolution a shortcut of averaged channels.
+    """Fold space, and time if the layer does, into channels; add a shortcut of averaged channels to the convolution.
 
-    Averaging neighbouring channels before folding is averaging after it, on a quarter or an eighth of the data.
+    The shortcut averages neighbouring channels before folding. The result is the same as after folding, for a quarter
+    or an eighth of the data.
     """
     conv = down.conv.conv
-    starts = frame_cache.get(down.conv) is None
+    is_first_chunk = frame_cache.get(down.conv) is None
     h = conv3d(_padded(x, None, None, down.conv, frame_cache, silu=False), conv, None)
     if not down.add_temporal_downsample:
         return _fold(ops.add_group_mean(h, conv.bias, x), 1)
-    if not starts:
+    if not is_first_chunk:
         return _fold(ops.add_group_mean(h, conv.bias, x), 2)
-    # The first frame has none to be folded with: it counts twice, and its shortcut averages half as many.
+    # The first frame is folded alone: it counts twice, and its shortcut averages half as many channels.
     first = _fold(h[:1] + conv.bias, 1).repeat(1, 1, 1, 2)
-    half = _group(down) // 2
+    half = down.group_size // 2
     first = first + _fold(x[:1].view(*x[:1].shape[:-1], -1, half).float().mean(-1).to(x.dtype), 1)
     if len(x) == 1:
         return first

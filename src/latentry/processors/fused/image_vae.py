@@ -1,38 +1,109 @@
-"""diffusers' ``AutoencoderKL`` (FLUX's VAE), its encoder only."""
+"""The encoder of diffusers' ``AutoencoderKL``, which is FLUX's VAE."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.nn import functional as F
 
 from latentry.processors.fused import ops
-from latentry.processors.fused.causal import with_channels_last
+from latentry.processors.fused.causal import use_channels_last
+from latentry.processors.fused.self_check import fixed_noise, vae_moments
+from latentry.processors.fused.structure import (
+    DROPOUT,
+    GROUP_NORM,
+    SILU,
+    Absent,
+    Anything,
+    Described,
+    Each,
+    OneOf,
+    conv,
+    linear,
+    matches,
+)
+
+_CONV = conv(2, 3, stride=(1, 1), padding=(1, 1))
+_RESNET = Described(
+    children={
+        "norm1": GROUP_NORM,
+        "conv1": _CONV,
+        "norm2": GROUP_NORM,
+        "dropout": DROPOUT,
+        "conv2": _CONV,
+        "nonlinearity": SILU,
+        "conv_shortcut": OneOf(Absent(), conv(2, 1, stride=(1, 1), padding=(0, 0))),
+    },
+    output_scale_factor=1,
+    upsample=None,
+    downsample=None,
+)
+_DOWNSAMPLER = Described(
+    children={"conv": conv(2, 3, stride=(2, 2), padding=(0, 0))}, use_conv=True, padding=0
+)
+_ATTENTION = Described(
+    children={
+        "group_norm": GROUP_NORM,
+        "to_q": linear(bias=True),
+        "to_k": linear(bias=True),
+        "to_v": linear(bias=True),
+        "to_out": Described(children={"0": linear(bias=True), "1": DROPOUT}),
+    },
+    heads=1,
+    scale_qk=True,
+    residual_connection=True,
+    rescale_output_factor=1,
+)
+_STRUCTURE = Described(
+    children={
+        "encoder": Described(
+            children={
+                "conv_in": _CONV,
+                "down_blocks": Each(
+                    Described(
+                        children={
+                            "resnets": Each(_RESNET),
+                            "downsamplers": OneOf(Absent(), Each(_DOWNSAMPLER)),
+                        }
+                    )
+                ),
+                "mid_block": Described(children={"resnets": Each(_RESNET), "attentions": Each(_ATTENTION)}),
+                "conv_norm_out": GROUP_NORM,
+                "conv_act": SILU,
+                "conv_out": _CONV,
+            }
+        ),
+        "quant_conv": Anything(),
+        "decoder": Anything(),
+        "post_quant_conv": Anything(),
+    }
+)
 
 
 class ImageEncoder:
     """``encoder(pixels)`` is ``vae.encode(pixels)``'s moments, for [B,3,H,W] in -1 … 1."""
 
+    name: ClassVar[str] = "image VAE"
+
     def __init__(self, vae: Any) -> None:
         self._encoder = vae.encoder
         self._quant_conv = vae.quant_conv
-        with_channels_last(vae.encoder)
+        use_channels_last(vae.encoder)
 
     @staticmethod
     def supports(vae: Any) -> bool:
-        """Whether the VAE is built of what is known here: plain blocks, one head of attention in the middle."""
-        encoder = vae.encoder
-        blocks = [type(block).__name__ for block in encoder.down_blocks]
-        attentions = encoder.mid_block.attentions
-        return (
-            set(blocks) == {"DownEncoderBlock2D"}
-            and all(a is not None and a.heads == 1 and a.residual_connection for a in attentions)
-            and all(a.rescale_output_factor == 1 for a in attentions)
-            and vae.config.act_fn == "silu"
-            and isinstance(encoder.conv_norm_out, torch.nn.GroupNorm)
-            and encoder.conv_norm_out.affine
-        )
+        """Whether the VAE has plain convolutional blocks, and attention with one head in the middle."""
+        return matches(vae, _STRUCTURE)
+
+    @staticmethod
+    def check_inputs(vae: Any) -> list[tuple[Any, ...]]:
+        """Two images whose latents have odd sides."""
+        return [(fixed_noise((2, 3, 40, 56), vae),)]
+
+    @staticmethod
+    def reference(vae: Any, pixels: torch.Tensor) -> torch.Tensor:
+        return vae_moments(vae, pixels)
 
     def __call__(self, pixels: torch.Tensor) -> torch.Tensor:
         encoder = self._encoder
@@ -53,7 +124,7 @@ class ImageEncoder:
 
 
 def _conv(x: torch.Tensor, conv: Any, bias: torch.Tensor | None) -> torch.Tensor:
-    """A convolution of [B,H,W,C], with another bias than its own."""
+    """Convolve [B,H,W,C] with a layer's weights, stride and padding, and with this bias instead of the layer's."""
     y = F.conv2d(x.permute(0, 3, 1, 2), conv.weight, bias, conv.stride, conv.padding)
     return y.permute(0, 2, 3, 1).contiguous()
 

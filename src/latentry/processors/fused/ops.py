@@ -1,7 +1,7 @@
-"""What stands between two matrix products, in one pass over memory each.
+"""The operations between two matrix products, each in one pass over memory.
 
-Tensors are contiguous with their channels last. On a GPU with Triton these are kernels; anywhere else they
-are the few lines of torch below, which also say what the kernels compute.
+Tensors are contiguous, with their channels last. On a GPU with Triton these functions call kernels. Elsewhere they run
+the torch code below, which also defines what the kernels compute.
 """
 
 from __future__ import annotations
@@ -36,11 +36,17 @@ def norm_rows(
     fold: bool = False,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """``silu(normalize(x + bias) * gamma)`` along the channels of [T,H,W,C], its edges repeated ``pad`` times.
+    """``silu(normalize(x + bias) * gamma)`` along the channels of [T,H,W,C].
 
-    ``gamma`` holds the norm's constant factor, too; None leaves the norm out. With ``fold``, a frame of
-    ``out`` [T,H,W,3·C] gets three: the second before it, the one before it, and itself; what lies before the
-    first frame is left as it was.
+    Args:
+        x: The frames.
+        gamma: The weights of the RMS norm times its constant factor. None skips the norm.
+        bias: The bias of the convolution before. None if there is none.
+        silu: Whether to apply the activation.
+        pad: How often to repeat the edges of each frame.
+        fold: Write three frames into each frame of ``out`` [T,H,W,3·C]: the second before it, the one before it, and
+            itself. Values that would come from before the first frame are not written.
+        out: Where to write. A new tensor if None.
     """
     if out is None:
         frames, height, width, channels = x.shape
@@ -65,7 +71,7 @@ def norm_rows(
 
 
 def add_rows(x: torch.Tensor, y: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    """``x + y + bias``, written over ``y``."""
+    """``x + y + bias``. The result overwrites ``y``."""
     if (kernels := _kernels(x)) is not None:
         return kernels.add_rows(x, y, bias, y)  # type: ignore[no-any-return]
     return y.copy_(x.float() + y.float() + bias.float())
@@ -74,7 +80,7 @@ def add_rows(x: torch.Tensor, y: torch.Tensor, bias: torch.Tensor) -> torch.Tens
 def group_norm(
     x: torch.Tensor, norm: torch.nn.GroupNorm, bias: torch.Tensor | None = None, *, silu: bool = True
 ) -> torch.Tensor:
-    """``silu(norm(x + bias))`` of [B,…,C], by the sums of each channel and of its squares."""
+    """``silu(norm(x + bias))`` of [B,…,C], computed from each channel's sum and sum of squares."""
     kernels = _kernels(x)
     batch, channels = x.shape[0], x.shape[-1]
     count = x.numel() // (batch * channels)
@@ -105,7 +111,10 @@ def group_norm(
 
 
 def add_group_mean(h: torch.Tensor, bias: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """``h + bias`` plus the mean of as many neighbouring channels of ``x`` as there are for one of ``h``."""
+    """``h + bias`` plus the mean of a group of neighbouring channels of ``x``.
+
+    ``x`` has a multiple of the channels of ``h``; the multiple is the size of a group.
+    """
     group = x.shape[-1] // h.shape[-1]
     if (kernels := _kernels(x)) is not None:
         return kernels.add_group_mean(h, bias, x, torch.empty_like(h), group)  # type: ignore[no-any-return]
@@ -114,21 +123,23 @@ def add_group_mean(h: torch.Tensor, bias: torch.Tensor, x: torch.Tensor) -> torc
 
 
 def gelu_gate(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """``gelu(a) * b`` with the tanh form of gelu, written over ``a``."""
+    """``gelu(a) * b``, with the tanh form of gelu. The result overwrites ``a``."""
     if (kernels := _kernels(a)) is not None:
         return kernels.gelu_gate(a, b, a)  # type: ignore[no-any-return]
     return a.copy_(F.gelu(a.float(), approximate="tanh") * b.float())
 
 
 _MAX_SCORES = 1 << 28
+"""How many scores are in memory at once; queries are split accordingly."""
 _MAX_SOFTMAX = 1 << 17
+"""The longest row that the softmax kernel takes."""
 
 
 def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Attention with one wide head: [L,D] and twice [M,D] to [L,D].
+    """Attention with one wide head: a query [L,D], and key and value [M,D], give [L,D].
 
-    Flash kernels end at 256 channels; these VAEs have up to 1024. Three plain products with float32 scores
-    between them are several times quicker than the general kernel that is left.
+    Flash attention kernels stop at 256 channels, and these VAEs have up to 1024. Plain matrix products with float32
+    scores between them are several times faster than the general attention kernel.
     """
     if not query.is_cuda:
         return F.scaled_dot_product_attention(query[None, None], key[None, None], value[None, None])[0, 0]

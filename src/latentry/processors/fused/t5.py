@@ -1,17 +1,81 @@
-"""T5's encoder (FLUX), UMT5's (Wan) and ByT5's, with one fused attention and one pass per norm and gate."""
+"""The encoders of T5 (FLUX), UMT5 (Wan) and ByT5: one fused attention, and one pass for each norm and gate."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.nn import functional as F
 
 from latentry.processors.fused import ops
+from latentry.processors.fused.self_check import fixed_tokens
+from latentry.processors.fused.structure import (
+    DROPOUT,
+    EMBEDDING,
+    Absent,
+    Anything,
+    Described,
+    Each,
+    OneOf,
+    linear,
+    matches,
+)
+
+_CHECK_LENGTH = 40
+
+_NORM = Described(parameters={"weight": (None,)})
+_ATTENTION = Described(
+    children={
+        "layer_norm": _NORM,
+        "dropout": DROPOUT,
+        "SelfAttention": Described(
+            children={
+                "q": linear(bias=False),
+                "k": linear(bias=False),
+                "v": linear(bias=False),
+                "o": linear(bias=False),
+                "relative_attention_bias": OneOf(Absent(), EMBEDDING),
+            },
+            is_decoder=False,
+        ),
+    }
+)
+_FEED_FORWARD = Described(
+    children={
+        "layer_norm": _NORM,
+        "dropout": DROPOUT,
+        "DenseReluDense": Described(
+            children={
+                "wi_0": linear(bias=False),
+                "wi_1": linear(bias=False),
+                "wo": linear(bias=False),
+                "dropout": DROPOUT,
+                "act": Anything(),  # named by the configuration
+            }
+        ),
+    }
+)
+_STRUCTURE = Described(
+    children={
+        "shared": EMBEDDING,
+        "encoder": Described(
+            children={
+                "embed_tokens": OneOf(Absent(), EMBEDDING),
+                "block": Each(
+                    Described(children={"layer": Described(children={"0": _ATTENTION, "1": _FEED_FORWARD})})
+                ),
+                "final_layer_norm": _NORM,
+                "dropout": DROPOUT,
+            }
+        ),
+    }
+)
 
 
 class T5Encoder:
     """``encoder(tokens, mask)`` is ``model(tokens, mask).last_hidden_state``."""
+
+    name: ClassVar[str] = "T5"
 
     def __init__(self, model: Any) -> None:
         self._embedding = model.shared
@@ -20,8 +84,32 @@ class T5Encoder:
 
     @staticmethod
     def supports(model: Any) -> bool:
-        """Whether its feed-forward layers are gated with the tanh form of gelu, as in all of T5 1.1."""
-        return bool(model.config.is_gated_act and model.config.dense_act_fn == "gelu_new")
+        """Whether the feed-forward layers are gated with the tanh form of gelu, and the norms are RMS norms.
+
+        That is so for all of T5 1.1, UMT5 and ByT5.
+        """
+        return (
+            matches(model, _STRUCTURE)
+            and bool(model.config.is_gated_act)
+            and model.config.dense_act_fn == "gelu_new"
+            and all(hasattr(norm, "variance_epsilon") for norm in _norms(model.encoder))
+            and all(
+                getattr(block.layer[0].SelfAttention, "scaling", 1.0) == 1.0 for block in model.encoder.block
+            )
+        )
+
+    @staticmethod
+    def check_inputs(model: Any) -> list[tuple[Any, ...]]:
+        """The same tokens without a mask, and with masks of several lengths."""
+        tokens = fixed_tokens((3, _CHECK_LENGTH), model.config.vocab_size, model)
+        lengths = torch.tensor([[_CHECK_LENGTH], [17], [1]], device=model.device)
+        mask = (torch.arange(_CHECK_LENGTH, device=model.device) < lengths).long()
+        return [(tokens,), (tokens, mask)]
+
+    @staticmethod
+    def reference(model: Any, tokens: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        hidden: torch.Tensor = model(tokens, mask).last_hidden_state
+        return hidden
 
     def __call__(self, tokens: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
         x = F.embedding(tokens, self._embedding.weight)
@@ -33,12 +121,12 @@ class T5Encoder:
             x = x + _attend(_rms(x, attention.layer_norm), attention.SelfAttention, bias)
             dense = feed_forward.DenseReluDense
             h = _rms(x, feed_forward.layer_norm)
-            # In float16 the last layer, and so the sum, is kept in float32.
+            # transformers keeps the last layer in float32 for float16 models, and with it the sum.
             x = x + dense.wo(ops.gelu_gate(dense.wi_0(h), dense.wi_1(h)).to(dense.wo.weight.dtype))
         return _rms(x, self._stack.final_layer_norm)
 
     def _bias(self, length: int) -> list[torch.Tensor]:
-        """What each layer adds to its scores by distance; in T5 all layers share the first one's."""
+        """The relative position bias of each layer, computed once per length. In T5 all layers share the first one's."""
         if length not in self._biases:
             biases: list[torch.Tensor] = []
             for block in self._stack.block:
@@ -49,6 +137,10 @@ class T5Encoder:
                     biases.append(biases[-1])
             self._biases[length] = biases
         return self._biases[length]
+
+
+def _norms(stack: Any) -> list[Any]:
+    return [layer.layer_norm for block in stack.block for layer in block.layer] + [stack.final_layer_norm]
 
 
 def _rms(x: torch.Tensor, norm: Any) -> torch.Tensor:

@@ -1,6 +1,6 @@
-"""The fused operations of ``fused`` as Triton kernels. Imported only where there is a GPU.
+"""The operations of ``ops`` as Triton kernels. Imported only if there is a GPU.
 
-All tensors are contiguous rows of channels. Arithmetic is in float32 and rounds once, at the end.
+All tensors are contiguous rows of channels. Arithmetic is in float32, and each value is rounded once, at the end.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _TILE = 4096
 
 
 def _tile(channels: int) -> tuple[int, int]:
-    """Rows and channels of a tile; channels are a power of two that holds all of them."""
+    """Rows and channels of a tile. The channels are rounded up to a power of two."""
     width = triton.next_power_of_2(channels)
     return max(1, _TILE // width), width
 
@@ -53,8 +53,8 @@ def _norm_rows(
         frame = row // size
         for tap in tl.static_range(3):
             later = row + tap * size
-            there = mask & (frame + tap < num_frames)[:, None]
-            tl.store(out + later[:, None] * (3 * C) + (2 - tap) * C + column[None, :], rounded, mask=there)
+            in_clip = mask & (frame + tap < num_frames)[:, None]
+            tl.store(out + later[:, None] * (3 * C) + (2 - tap) * C + column[None, :], rounded, mask=in_clip)
     else:
         tl.store(out + row[:, None] * C + column[None, :], rounded, mask=mask)
 
@@ -76,11 +76,11 @@ def _add_rows(x, y, bias, out, num_rows, C: tl.constexpr, ROWS: tl.constexpr, WI
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, WIDTH)
     mask = (row < num_rows)[:, None] & (column < C)[None, :]
-    place = row[:, None] * C + column[None, :]
-    value = tl.load(x + place, mask=mask, other=0.0).to(tl.float32)
-    value += tl.load(y + place, mask=mask, other=0.0).to(tl.float32)
+    position = row[:, None] * C + column[None, :]
+    value = tl.load(x + position, mask=mask, other=0.0).to(tl.float32)
+    value += tl.load(y + position, mask=mask, other=0.0).to(tl.float32)
     value += tl.load(bias + column, mask=column < C, other=0.0).to(tl.float32)[None, :]
-    tl.store(out + place, value.to(out.dtype.element_ty), mask=mask)
+    tl.store(out + position, value.to(out.dtype.element_ty), mask=mask)
 
 
 def add_rows(x, y, bias, out):
@@ -104,13 +104,13 @@ def _channel_sums(
     for start in range(first, last, ROWS):
         row = start + tl.arange(0, ROWS)
         mask = (row < last)[:, None] & (column < C)[None, :]
-        place = (sample * num_rows + row)[:, None] * C + column[None, :]
-        value = tl.load(x + place, mask=mask, other=0.0).to(tl.float32)
+        position = (sample * num_rows + row)[:, None] * C + column[None, :]
+        value = tl.load(x + position, mask=mask, other=0.0).to(tl.float32)
         total += value
         squares += value * value
-    place = (sample * num_parts + part) * 2 * C + column
-    tl.store(sums + place, tl.sum(total, axis=0), mask=column < C)
-    tl.store(sums + place + C, tl.sum(squares, axis=0), mask=column < C)
+    position = (sample * num_parts + part) * 2 * C + column
+    tl.store(sums + position, tl.sum(total, axis=0), mask=column < C)
+    tl.store(sums + position + C, tl.sum(squares, axis=0), mask=column < C)
 
 
 def channel_sums(x):
@@ -142,13 +142,13 @@ def _scale_rows(
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, WIDTH)
     mask = (row < num_rows)[:, None] & (column < C)[None, :]
-    place = (sample * num_rows + row)[:, None] * C + column[None, :]
-    value = tl.load(x + place, mask=mask, other=0.0).to(tl.float32)
+    position = (sample * num_rows + row)[:, None] * C + column[None, :]
+    value = tl.load(x + position, mask=mask, other=0.0).to(tl.float32)
     value = value * tl.load(scale + sample * C + column, mask=column < C, other=0.0)[None, :]
     value += tl.load(shift + sample * C + column, mask=column < C, other=0.0)[None, :]
     if SILU:
         value = value * tl.sigmoid(value)
-    tl.store(out + place, value.to(out.dtype.element_ty), mask=mask)
+    tl.store(out + position, value.to(out.dtype.element_ty), mask=mask)
 
 
 def scale_rows(x, scale, shift, out, *, silu):
@@ -163,14 +163,14 @@ def scale_rows(x, scale, shift, out, *, silu):
 
 @triton.jit
 def _add_group_mean(h, bias, x, out, num_values, C: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr):
-    place = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
-    mask = place < num_values
+    position = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    mask = position < num_values
     members = tl.arange(0, GROUP)
-    group = tl.load(x + place[:, None] * GROUP + members[None, :], mask=mask[:, None], other=0.0)
+    group = tl.load(x + position[:, None] * GROUP + members[None, :], mask=mask[:, None], other=0.0)
     value = tl.sum(group.to(tl.float32), axis=1) / GROUP
-    value += tl.load(h + place, mask=mask, other=0.0).to(tl.float32)
-    value += tl.load(bias + place % C, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out + place, value.to(out.dtype.element_ty), mask=mask)
+    value += tl.load(h + position, mask=mask, other=0.0).to(tl.float32)
+    value += tl.load(bias + position % C, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + position, value.to(out.dtype.element_ty), mask=mask)
 
 
 def add_group_mean(h, bias, x, out, group):
@@ -202,13 +202,13 @@ def softmax_rows(x, scale, out):
 
 @triton.jit
 def _gelu_gate(a, b, out, num_values, TILE: tl.constexpr):
-    place = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
-    mask = place < num_values
-    x = tl.load(a + place, mask=mask, other=0.0).to(tl.float32)
+    position = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    mask = position < num_values
+    x = tl.load(a + position, mask=mask, other=0.0).to(tl.float32)
     inner = 0.7978845608028654 * (x + 0.044715 * x * x * x)
     tanh = 1 - 2 / (tl.exp(2 * inner) + 1)
-    value = 0.5 * x * (1 + tanh) * tl.load(b + place, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out + place, value.to(out.dtype.element_ty), mask=mask)
+    value = 0.5 * x * (1 + tanh) * tl.load(b + position, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + position, value.to(out.dtype.element_ty), mask=mask)
 
 
 def gelu_gate(a, b, out):

@@ -1,0 +1,80 @@
+"""The processor protocol: what the rest of Latentry needs from a model family."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from latentry.types import ProcessorInfo
+
+Fields = dict[str, torch.Tensor]
+"""Tensors of one sample, by their key in the cache file. The first dimension has size 1."""
+Columns = dict[str, torch.Tensor]
+"""Tensors of several samples, by their key in the cache file. Row i along the first dimension belongs to sample i."""
+
+
+class Processor(Protocol):
+    """One loaded model. Its numbers are those of the model's own diffusers pipeline.
+
+    Returned tensors may be on the device, and the device may still be computing them. The caller copies them to main
+    memory.
+    """
+
+    info: ProcessorInfo
+
+    def __init__(self, model_name: str, device: torch.device, dtype: torch.dtype) -> None:
+        """Load the model.
+
+        Args:
+            model_name: A folder in the diffusers layout, or a name on the Hugging Face hub.
+            device: Where to encode.
+            dtype: The precision in which the model runs.
+        """
+
+    @classmethod
+    def weights_identity(cls, model_name: str) -> str:
+        """Identify the weights without loading them: other weights have another identity.
+
+        Args:
+            model_name: As for the constructor.
+        """
+
+    def encode_pixels(self, pixels: torch.Tensor, seeds: list[int] | None) -> torch.Tensor:
+        """Encode samples to latents [B,C,h,w] or [B,C,t,h,w], in the dtype in which they are stored.
+
+        Args:
+            pixels: uint8 [B,3,H,W], or [B,3,T,H,W] for video.
+            seeds: One per sample, to draw each latent from its posterior. None takes the posterior's mode.
+        """
+
+    def encode_texts(self, captions: list[str]) -> Columns:
+        """Encode captions to the fields that their samples have in the cache.
+
+        Args:
+            captions: Any number of captions; row i of each column belongs to caption i.
+        """
+
+    def media_fields(self, pixels: torch.Tensor) -> Columns:
+        """Compute the fields, besides the latents, that depend on the pixels. Most models have none.
+
+        Args:
+            pixels: As for ``encode_pixels``.
+        """
+
+    def decode_latents(self, latents: torch.Tensor) -> torch.Tensor:
+        """Decode stored latents to uint8 pixels, on the device.
+
+        Args:
+            latents: As ``encode_pixels`` returned them.
+        """
+
+    def bytes_needed(self, pixels: torch.Tensor) -> int:
+        """Estimate the device memory that encoding takes; 0 if it is unknown.
+
+        Args:
+            pixels: As for ``encode_pixels``; only the shape is used, so it may be a tensor on the meta device.
+        """
+
+    def enable_tiling(self) -> bool:
+        """Encode in tiles from now on, which needs less memory. Return False if nothing changes."""

@@ -1,0 +1,93 @@
+"""The tables of a result, drawn with rich. Import this module only to show a result."""
+
+from __future__ import annotations
+
+import io
+from collections import Counter
+
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from latentry.report.summary import PrepareResult
+from latentry.types import Bucket, bucket_name
+
+_NUM_WORST_SHOWN = 5
+_NUM_FAILURES_SHOWN = 10
+_TEXT_WIDTH = 100
+
+
+def render(result: PrepareResult) -> RenderableType:
+    """The buckets, the totals, the captions' sources and the failures of a run."""
+    parts: list[RenderableType] = [_bucket_table(result), Text(_totals(result))]
+    if result.captions:
+        counts = ", ".join(f"{count} from {source}" for source, count in result.captions.items())
+        parts.append(Text(f"captions: {counts}"))
+    if result.caption_problems:
+        shown = list(result.caption_problems.items())[:_NUM_FAILURES_SHOWN]
+        parts.append(Text(f"{len(result.caption_problems)} caption problems; the next source was used:"))
+        parts += [Text(f"  {file} {problem}") for file, problem in shown]
+    if result.psnr_db:
+        worst = sorted(result.psnr_db.items(), key=lambda item: item[1][1])[:_NUM_WORST_SHOWN]
+        shown_db = ", ".join(f"{name} {value:.1f} dB" for name, (_, value) in worst)
+        parts.append(Text(f"lowest PSNR: {shown_db}"))
+    if result.failures:
+        parts.append(_failure_table(result))
+    return Group(*parts)
+
+
+def to_text(result: PrepareResult) -> str:
+    """The same as plain text, 100 characters wide."""
+    file = io.StringIO()
+    Console(file=file, width=_TEXT_WIDTH).print(render(result))
+    return file.getvalue().rstrip()
+
+
+def _bucket_table(result: PrepareResult) -> Table:
+    table = Table(title="plan" if result.dry_run else "cache", title_justify="left")
+    table.add_column("bucket")
+    table.add_column("samples", justify="right")
+    psnr_by_bucket: dict[Bucket, list[float]] = {}
+    for bucket, value in result.psnr_db.values():
+        psnr_by_bucket.setdefault(bucket, []).append(value)
+    if psnr_by_bucket:
+        table.add_column("mean PSNR", justify="right")
+    for bucket, count in result.buckets.items():
+        cells = [bucket_name(bucket), str(count)]
+        if psnr_by_bucket:
+            values = psnr_by_bucket.get(bucket)
+            cells.append(f"{sum(values) / len(values):.1f} dB" if values else "-")
+        table.add_row(*cells)
+    return table
+
+
+def _totals(result: PrepareResult) -> str:
+    verb = "would be encoded" if result.dry_run else "encoded"
+    parts = [
+        f"{result.num_encoded} {verb}",
+        f"{result.num_already_done} already done",
+        f"{len(result.failures)} failed",
+    ]
+    if result.num_removed:
+        parts.append(f"{result.num_removed} removed (source file deleted)")
+    text = ", ".join(parts)
+    if not result.dry_run:
+        text += f"; {result.duration_s:.1f} s on {', '.join(result.devices)}"
+        text += f" ({result.samples_per_s:.1f} samples/s)"
+        text += f"; {result.size_bytes / 1e6:.1f} MB in {result.output_dir}"
+    return text
+
+
+def _failure_table(result: PrepareResult) -> Table:
+    reasons = Counter(failure.reason for failure in result.failures)
+    examples = {failure.reason: failure.name for failure in reversed(result.failures)}
+    title = "failures" if result.dry_run else "failures (failures.jsonl lists all of them)"
+    table = Table(title=title, title_justify="left")
+    table.add_column("count", justify="right")
+    table.add_column("reason")
+    table.add_column("example")
+    for reason, count in reasons.most_common(_NUM_FAILURES_SHOWN):
+        table.add_row(str(count), Text(reason), Text(examples[reason]))
+    if len(reasons) > _NUM_FAILURES_SHOWN:
+        table.add_row("…", f"and {len(reasons) - _NUM_FAILURES_SHOWN} more reasons", "")
+    return table
