@@ -1,4 +1,4 @@
-"""Assigning buckets to whole arrays of sizes, against one call per image.
+"""Time to assign buckets to arrays of image sizes, compared with one call per image.
 
 python benchmarks/buckets.py
 """

@@ -1,8 +1,8 @@
-"""Forty frames out of a two-hour film: time and memory, against decoding it all.
+"""Time and memory to read forty frames of a two-hour film, compared with decoding all of it.
 
     python benchmarks/frames.py [--minutes 120]
 
-The film is made by repeating one encoded minute of 1080p without encoding it again.
+The film is one encoded minute of 1080p, repeated without encoding it again.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from pathlib import Path
 import av
 def peak_mb():
     return next(int(l.split()[1]) for l in open("/proc/self/status") if l.startswith("VmHWM")) / 1024
-from latentry.media.reader import _evenly
+from latentry.media.reader import evenly_spaced
 from latentry.media.videos import read_frames, read_timeline
 before = peak_mb()
 start = time.perf_counter()
 film = Path(sys.argv[1])
 timeline = read_timeline(film)
 listed = time.perf_counter() - start
-read_frames(film, timeline, _evenly(timeline.num_frames, 40), lambda pixels: pixels[::8, ::8].copy())
+read_frames(film, timeline, evenly_spaced(timeline.num_frames, 40), lambda pixels: pixels[::8, ::8].copy())
 total = time.perf_counter() - start
 print(timeline.num_frames, listed, total, peak_mb() - before)
 """
@@ -86,7 +86,7 @@ def main() -> None:
         end="",
     )
     print(
-        f"{memory_mb:.0f} MB beyond the imports; all of them would take {all_s:.0f} s: {all_s / total_s:.0f}x"
+        f"{memory_mb:.0f} MB of memory beyond the imports; decoding all frames would take {all_s:.0f} s: {all_s / total_s:.0f}x"
     )
 
 

@@ -1,4 +1,4 @@
-"""Folders of 12-megapixel JPEGs, made from the example pictures."""
+"""Folders of 12-megapixel JPEGs, made from the example images."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ DISTINCT = 24
 
 
 def make_picture(number: int) -> bytes:
-    """One of the example pictures, a little different each time."""
+    """A 12-megapixel JPEG of one of the example images. Each number gives a slightly different one."""
     paths = sorted(path for path in (EXAMPLES / "pictures").rglob("*") if path.suffix in (".jpg", ".png"))
     image = Image.open(paths[number % len(paths)]).convert("RGB")
     shift = number // len(paths)
@@ -25,7 +25,7 @@ def make_picture(number: int) -> bytes:
 
 
 def write_pictures(folder: Path, count: int) -> None:
-    """So many pictures: some distinct ones, then links to them."""
+    """Write ``count`` JPEGs: the first are distinct, the others are hard links to them."""
     with ProcessPoolExecutor() as pool:
         for number, content in enumerate(pool.map(make_picture, range(min(DISTINCT, count)))):
             (folder / f"{number:06d}.jpg").write_bytes(content)

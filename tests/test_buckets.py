@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from latentry.buckets import MultiTierBucketCalculator, covering_size
+from latentry.buckets import MultiTierBucketCalculator
+from latentry.crops import covering_size
 from latentry.errors import ConfigError
 
 SIDES = st.integers(1, 20_000)
@@ -18,7 +19,7 @@ SIDES = st.integers(1, 20_000)
 @pytest.mark.parametrize(
     "case", golden("buckets.json"), ids=lambda c: f"{c['quantization']}-{c['max_pixels']}"
 )
-def test_golden(case):
+def test_golden_files(case):
     calculator = MultiTierBucketCalculator(case["quantization"], case["max_pixels"])
     assert [b | {"resolution": list(b["resolution"])} for b in calculator.get_all_buckets()] == case[
         "buckets"
@@ -31,7 +32,7 @@ def test_golden(case):
         assert size == expected
 
 
-def test_presets_are_pixel_budgets_and_the_default_is_256p():
+def test_presets_and_default():
     assert MultiTierBucketCalculator().max_pixels == 256 * 256
     for side in (256, 512, 768, 1024, 1536):
         assert MultiTierBucketCalculator.from_preset(f"{side}p").max_pixels == side * side
@@ -39,7 +40,7 @@ def test_presets_are_pixel_budgets_and_the_default_is_256p():
 
 
 @given(width=SIDES, height=SIDES, quantization=st.sampled_from([8, 16, 64]), side=st.integers(64, 2048))
-def test_the_choice_is_the_nearest_aspect_ratio(width, height, quantization, side):
+def test_nearest_aspect_ratio_is_chosen(width, height, quantization, side):
     calculator = MultiTierBucketCalculator(quantization, max_pixels=side * side)
     nearest = min(calculator.buckets, key=lambda b: abs(b["aspect_ratio"] - width / height))
     assert calculator.get_bucket_for_image(width, height) is nearest
@@ -58,10 +59,10 @@ def test_buckets_are_on_the_grid_and_within_the_budget(quantization, side):
     assert calculator.get_bucket_by_resolution(1, 99_999) is None
 
 
-def test_assign_equals_one_by_one_where_two_buckets_are_equally_near():
+def test_assign_at_borders_between_buckets():
     calculator = MultiTierBucketCalculator.from_preset("1536p", quantization=16)
     borders = np.array(calculator._borders)
-    # Sizes whose ratios lie on, just below and just above every border, as integers can express them.
+    # Sizes whose aspect ratios are on, just below and just above every border, as far as integers allow.
     heights = np.arange(1, 3000)
     widths = np.concatenate(
         [np.round(border * heights).astype(int) + d for border in borders for d in (-1, 0, 1)]
@@ -76,13 +77,13 @@ def test_assign_equals_one_by_one_where_two_buckets_are_equally_near():
     assert assigned.tolist() == expected
 
 
-def test_assign_takes_empty_and_long_arrays():
+def test_assign_empty_and_long_arrays():
     calculator = MultiTierBucketCalculator()
     assert calculator.assign([], []).tolist() == []
     assert (calculator.assign(np.full(200_000, 640), np.full(200_000, 480)) == 3).all()
 
 
-def test_subclasses_can_bring_their_own_buckets():
+def test_subclasses_with_other_buckets():
     class Squares(MultiTierBucketCalculator):
         ASPECT_RATIOS = ((1, 1),)
 
@@ -127,7 +128,7 @@ def test_subclasses_can_bring_their_own_buckets():
         (lambda: crop("cat.jpg", 4, 4), "str"),
     ],
 )
-def test_bad_input_is_named(call, says):
+def test_invalid_input(call, says):
     with pytest.raises(ConfigError, match=says):
         call()
 
@@ -140,12 +141,12 @@ def crop(image, width, height, mode="center", **options):
 
 
 @given(size=st.tuples(SIDES, SIDES), target=st.tuples(st.integers(1, 3000), st.integers(1, 3000)))
-def test_the_covering_size_covers_and_keeps_the_aspect_ratio(size, target):
+def test_covering_size(size, target):
     width, height = covering_size(size, target)
     assert width >= target[0]
     assert height >= target[1]
     assert width == target[0] or height == target[1]
-    # Within half a pixel of the exact shape, unless the target itself asks for one more.
+    # Within half a pixel of the exact aspect ratio, unless the target needs one pixel more.
     exact_height = size[1] * width / size[0]
     exact_width = size[0] * height / size[1]
     assert abs(height - exact_height) <= 0.51 or abs(width - exact_width) <= 0.51 or (width, height) == target
@@ -157,7 +158,7 @@ def test_the_covering_size_covers_and_keeps_the_aspect_ratio(size, target):
     target=st.tuples(st.integers(1, 200), st.integers(1, 200)),
     mode=st.sampled_from(["center", "random", "smart"]),
 )
-def test_a_crop_is_exactly_the_target_and_has_no_border(size, target, mode):
+def test_crop_has_the_target_size_and_no_border(size, target, mode):
     white = Image.new("L", size, 255)
     image, left, top = crop(white, *target, mode, seed=3)
     assert image.size == target
@@ -167,25 +168,25 @@ def test_a_crop_is_exactly_the_target_and_has_no_border(size, target, mode):
     assert 0 <= top <= scaled[1] - target[1]
 
 
-def test_a_crop_has_the_pixels_of_scaling_everything_and_cutting():
+def test_crop_equals_scaling_and_cutting():
     noise = np.random.default_rng(0).integers(0, 256, (301, 517, 3), dtype=np.uint8)
-    picture = Image.fromarray(noise).resize((1034, 602), Image.Resampling.BICUBIC)
-    window, left, top = crop(picture, 256, 192)
-    whole = picture.resize(covering_size(picture.size, (256, 192)), Image.Resampling.LANCZOS)
+    image = Image.fromarray(noise).resize((1034, 602), Image.Resampling.BICUBIC)
+    window, left, top = crop(image, 256, 192)
+    whole = image.resize(covering_size(image.size, (256, 192)), Image.Resampling.LANCZOS)
     expected = whole.crop((left, top, left + 256, top + 192))
     difference = np.abs(np.asarray(window, dtype=int) - np.asarray(expected, dtype=int))
     assert difference.max() <= 1
 
 
-def test_an_extreme_banner_stays_small_in_memory():
+def test_extreme_aspect_ratio():
     image, left, top = crop(Image.new("RGB", (1, 20_000), "red"), 512, 512)
     assert (image.size, left) == ((512, 512), 0)
     assert top == (20_000 * 512 - 512) // 2
 
 
-def test_an_array_gives_an_array():
-    picture = np.zeros((40, 60, 3), np.uint8)
-    result, left, top = crop(picture, 32, 32)
+def test_array_in_array_out():
+    image = np.zeros((40, 60, 3), np.uint8)
+    result, left, top = crop(image, 32, 32)
     assert isinstance(result, np.ndarray)
     assert (result.shape, result.dtype, left, top) == ((32, 32, 3), np.uint8, 8, 0)
 
@@ -197,35 +198,34 @@ def test_palette_images_are_interpolated():
     assert 100 < np.asarray(image).mean() < 155
 
 
-def test_random_crops_follow_their_seed():
-    picture = Image.new("RGB", (900, 100))
-    offsets = {crop(picture, 64, 64, "random", seed=seed)[1] for seed in range(20)}
+def test_random_crops_depend_on_the_seed():
+    image = Image.new("RGB", (900, 100))
+    offsets = {crop(image, 64, 64, "random", seed=seed)[1] for seed in range(20)}
     assert len(offsets) > 10
-    assert crop(picture, 64, 64, "random", seed=7)[1:] == crop(picture, 64, 64, "random", seed=7)[1:]
+    assert crop(image, 64, 64, "random", seed=7)[1:] == crop(image, 64, 64, "random", seed=7)[1:]
     for make in (random.Random, np.random.default_rng):
         assert (
-            crop(picture, 64, 64, "random", seed=make(1))[1:]
-            == crop(picture, 64, 64, "random", seed=make(1))[1:]
+            crop(image, 64, 64, "random", seed=make(1))[1:] == crop(image, 64, 64, "random", seed=make(1))[1:]
         )
         generator = make(1)
-        drawn = {crop(picture, 64, 64, "random", seed=generator)[1] for _ in range(20)}
-        assert len(drawn) > 10, "a generator is drawn from, not restarted"
+        drawn = {crop(image, 64, 64, "random", seed=generator)[1] for _ in range(20)}
+        assert len(drawn) > 10, "each crop draws the next numbers of a generator"
 
 
 @pytest.mark.parametrize("where", [0, 150, 420])
 @pytest.mark.parametrize("upright", [False, True])
-def test_smart_keeps_the_window_with_the_detail(where, upright):
+def test_smart_crop_keeps_the_most_detail(where, upright):
     rng = np.random.default_rng(0)
-    # Fine noise everywhere (grain), and one patch of large-scale structure.
-    picture = rng.integers(120, 136, (100, 600), dtype=np.uint8)
-    picture[10:90, where : where + 80] = np.kron(rng.integers(0, 2, (8, 8)) * 255, np.ones((10, 10)))
-    image = Image.fromarray(picture.T.copy() if upright else picture)
+    # Fine noise everywhere, like film grain, and one patch of large-scale structure.
+    pixels = rng.integers(120, 136, (100, 600), dtype=np.uint8)
+    pixels[10:90, where : where + 80] = np.kron(rng.integers(0, 2, (8, 8)) * 255, np.ones((10, 10)))
+    image = Image.fromarray(pixels.T.copy() if upright else pixels)
     _, *offsets = crop(image, 100, 100, "smart")
     offset = offsets[1] if upright else offsets[0]
     assert max(0, where - 20) <= offset <= where
 
 
-def test_results_can_be_written_to_and_odd_seeds_are_named():
+def test_results_are_writable_and_invalid_seeds_are_refused():
     result, _, _ = crop(np.zeros((40, 60, 3), np.uint8), 32, 32)
     result[0, 0] = 1
     assert crop(Image.new("RGB", (90, 30)), 8, 8, "random", seed=np.int64(3))[1] >= 0
@@ -233,5 +233,5 @@ def test_results_can_be_written_to_and_odd_seeds_are_named():
         crop(Image.new("RGB", (90, 30)), 8, 8, "random", seed="3")
 
 
-def test_smart_takes_the_centre_of_a_flat_picture():
+def test_smart_crop_of_a_uniform_image_is_the_centre():
     assert crop(Image.new("RGB", (300, 100)), 100, 100, "smart")[1:] == (100, 0)

@@ -53,7 +53,7 @@ RENAMED: dict[str, dict[str, str]] = {
     },
     "latentry.order": {"Leg": "Segment", "derived_key": "derived_seed"},
     "latentry.processors.gpu.causal": {"Memory": "FrameCache", "Stretches": "TemporalChunks"},
-    "latentry.processors.gpu.replay": {"Replayed": "CudaGraphed"},
+    "latentry.processors.gpu.replay": {"Replayed": "GraphedFunction"},
     "latentry.processors.gpu.t5": {"TextEncoder": "T5Encoder"},
 }
 """Old to new names of what an old module held."""

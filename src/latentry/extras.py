@@ -19,9 +19,14 @@ EXTRAS: dict[str, tuple[str, ...]] = {
 """Extra to the import names of its packages."""
 
 
-def missing_packages(extra: str) -> list[str]:
-    """The packages of an extra that are not installed, by their import names."""
-    return [package for package in EXTRAS[extra] if find_spec(package) is None]
+def missing_packages(extra: str, packages: Sequence[str] | None = None) -> list[str]:
+    """The packages of an extra that are not installed, by their import names.
+
+    Args:
+        extra: A key of ``EXTRAS``.
+        packages: Check only these packages of the extra; None for all of them.
+    """
+    return [package for package in packages or EXTRAS[extra] if find_spec(package) is None]
 
 
 def require_extra(extra: str, packages: Sequence[str] | None = None) -> None:
@@ -32,11 +37,11 @@ def require_extra(extra: str, packages: Sequence[str] | None = None) -> None:
 
     Args:
         extra: A key of ``EXTRAS``.
-        packages: The packages of the extra that are needed; None for all of them.
+        packages: Require only these packages of the extra; None for all of them.
     """
-    missing = [package for package in missing_packages(extra) if packages is None or package in packages]
+    missing = missing_packages(extra, packages)
     if missing:
-        them = "it" if len(missing) == 1 else "them"
+        pronoun = "it" if len(missing) == 1 else "them"
         raise MissingPackageError(
-            f"this needs {', '.join(missing)}; install {them} with: pip install 'latentry[{extra}]'"
+            f"this needs {', '.join(missing)}; install {pronoun} with: pip install 'latentry[{extra}]'"
         )

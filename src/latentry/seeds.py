@@ -1,4 +1,4 @@
-"""Seeds derived from names: the same parts always give the same number, on any machine."""
+"""Seeds derived from names: the same parts give the same number on every machine and in every process."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ import hashlib
 
 
 def derived_seed(*parts: int | str) -> int:
-    """A 63-bit number that depends on all parts alike: ``derived_seed(seed, epoch, "bucket", 3)``."""
+    """A 63-bit number that depends on every part: ``derived_seed(seed, epoch, "bucket", 3)``."""
     text = "/".join(str(part) for part in parts)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1

@@ -58,7 +58,10 @@ def test_help_names_every_default(capsys, command):
         (["image", *ON_EXAMPLES, "--resolution_preset", "500p"], "invalid choice: '500p'"),
         (["image", "--image_dir", "missing", "--output_dir", "y"], "missing does not exist"),
         (["image", *ON_EXAMPLES, "--processor", "sdxl"], "unknown processor 'sdxl'"),
-        (["image", *ON_EXAMPLES, "--processor", "flux", "--model_name", "missing"], "neither a folder here"),
+        (
+            ["image", *ON_EXAMPLES, "--processor", "flux", "--model_name", "missing"],
+            "model 'missing' is not a folder",
+        ),
         (["image", *ON_EXAMPLES, "--crop_mode", "left"], "unknown crop_mode 'left'"),
         (["image", *ON_EXAMPLES, "--devices", "gpu"], "unknown device 'gpu'"),
         (["image", *ON_EXAMPLES, "--devices", "cuda:99"], "unknown device 'cuda:99'; this machine has"),

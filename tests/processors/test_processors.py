@@ -141,8 +141,8 @@ def test_flux_text_equals_its_pipeline(flux, pipeline):
 @torch.no_grad()
 def test_flux_latents_equal_its_pipeline(flux, pipeline):
     for pixels in example_pixels(128)[:4]:
-        picture = Image.fromarray(pixels.permute(1, 2, 0).numpy())
-        posterior = pipeline.vae.encode(pipeline.image_processor.preprocess(picture)).latent_dist
+        image = Image.fromarray(pixels.permute(1, 2, 0).numpy())
+        posterior = pipeline.vae.encode(pipeline.image_processor.preprocess(image)).latent_dist
         expected = (posterior.mode() - pipeline.vae.config.shift_factor) * pipeline.vae.config.scaling_factor
         assert torch.equal(flux.encode_pixels(pixels[None], None), expected.half())
 

@@ -7,27 +7,18 @@ from importlib.metadata import version
 
 import pytest
 import torch
+from helpers import FUSED_ENCODERS
 from torch.nn import functional as F
 
 from latentry.processors import processor_class
 from latentry.processors.fused import causal, clip, ops, self_check
 from latentry.processors.fused.clip import ClipEncoder
-from latentry.processors.fused.hunyuan_vae import HunyuanEncoder
 from latentry.processors.fused.image_vae import ImageEncoder
 from latentry.processors.fused.self_check import TOLERANCE, checked_encoder, relative_errors
 from latentry.processors.fused.t5 import T5Encoder
-from latentry.processors.fused.wan_vae import WanEncoder
 
 CPU = torch.device("cpu")
 CAPTIONS = ["a cat", "waves crashing on the beach at sunset", ""]
-FAMILIES = {
-    "image_vae": ImageEncoder,
-    "wan_vae": WanEncoder,
-    "hunyuan_vae": HunyuanEncoder,
-    "t5": T5Encoder,
-    "umt5": T5Encoder,
-    "clip": ClipEncoder,
-}
 
 
 def without_bias(x: torch.Tensor, y: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
@@ -79,14 +70,14 @@ def warnings_in(caplog: pytest.LogCaptureFixture) -> list[str]:
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [
-        *((name, torch.float32) for name in FAMILIES),
-        *((name, torch.bfloat16) for name in FAMILIES),
+        *((name, torch.float32) for name in FUSED_ENCODERS),
+        *((name, torch.bfloat16) for name in FUSED_ENCODERS),
         # 3D convolutions in float16 take half a minute on a CPU.
         *((name, torch.float16) for name in ("image_vae", "t5", "umt5", "clip")),
     ],
 )
 def test_intact_encoders_pass(name, dtype, load_model, caplog):
-    assert isinstance(checked_encoder(FAMILIES[name], load_model(name, dtype)), FAMILIES[name])
+    assert isinstance(checked_encoder(FUSED_ENCODERS[name], load_model(name, dtype)), FUSED_ENCODERS[name])
     assert warnings_in(caplog) == []
 
 
@@ -112,7 +103,7 @@ def test_processors_fall_back_to_the_models_own_modules(name, failure, model_fol
         patch.setattr(module, operation, replacement)
         broken.use_fused_encoders()
     (warning,) = warnings_in(caplog)
-    assert f"the fused {FAMILIES[name].name} encoder" in warning
+    assert f"the fused {FUSED_ENCODERS[name].name} encoder" in warning
     assert "the model's own modules encode instead" in warning
     for package in ("torch", "diffusers", "transformers"):
         assert f"{package} {version(package)}" in warning
@@ -148,7 +139,7 @@ def make_random(processor) -> None:
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong_numbers_are_found_in_any_dtype(name, dtype, load_model, monkeypatch, caplog):
     monkeypatch.setattr(*WRONG[name])
-    assert checked_encoder(FAMILIES[name], load_model(name, dtype)) is None
+    assert checked_encoder(FUSED_ENCODERS[name], load_model(name, dtype)) is None
     assert len(warnings_in(caplog)) == 1
 
 
@@ -156,7 +147,7 @@ def test_wrong_numbers_are_found_in_any_dtype(name, dtype, load_model, monkeypat
 def test_wrong_frames_of_later_chunks_are_found(name, load_model, monkeypatch):
     """The check has more than one chunk: an encoder that forgets the frames before a chunk fails."""
     monkeypatch.setattr(causal.FrameCache, "get", lambda self, layer: None)
-    assert checked_encoder(FAMILIES[name], load_model(name)) is None
+    assert checked_encoder(FUSED_ENCODERS[name], load_model(name)) is None
 
 
 @pytest.mark.parametrize("name", ["t5", "umt5"])

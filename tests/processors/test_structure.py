@@ -7,32 +7,22 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from helpers import FUSED_ENCODERS
 from torch import nn
 
 from latentry.processors.fused.clip import ClipEncoder
-from latentry.processors.fused.hunyuan_vae import HunyuanEncoder
 from latentry.processors.fused.image_vae import ImageEncoder
-from latentry.processors.fused.t5 import T5Encoder
 from latentry.processors.fused.wan_vae import WanEncoder
 
-FAMILIES = {
-    "image_vae": ImageEncoder,
-    "wan_vae": WanEncoder,
-    "hunyuan_vae": HunyuanEncoder,
-    "t5": T5Encoder,
-    "umt5": T5Encoder,
-    "clip": ClipEncoder,
-}
 
-
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", FUSED_ENCODERS)
 def test_renamed_classes_are_supported(name, load_model):
     model = load_model(name)
-    assert FAMILIES[name].supports(model)
+    assert FUSED_ENCODERS[name].supports(model)
     for module in model.modules():
         if not type(module).__module__.startswith("torch."):
             module.__class__ = type("Renamed", (type(module),), {})
-    assert FAMILIES[name].supports(model)
+    assert FUSED_ENCODERS[name].supports(model)
 
 
 def is_free(path: str) -> bool:
@@ -40,7 +30,7 @@ def is_free(path: str) -> bool:
     return "mlp" in path or path.endswith(".act")
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", FUSED_ENCODERS)
 def test_an_extra_layer_is_not_supported(name, load_model):
     """Anywhere in the encoder, with or without weights. A lone parameter or buffer is not supported either."""
     model = load_model(name)
@@ -49,18 +39,18 @@ def test_an_extra_layer_is_not_supported(name, load_model):
     for module in inner:
         for extra in (nn.Linear(2, 2), nn.Tanh()):
             module.add_module("extra", extra)
-            assert not FAMILIES[name].supports(model), type(module).__name__
+            assert not FUSED_ENCODERS[name].supports(model), type(module).__name__
             del module._modules["extra"]
         module.register_parameter("extra", nn.Parameter(torch.ones(1)))
-        assert not FAMILIES[name].supports(model), type(module).__name__
+        assert not FUSED_ENCODERS[name].supports(model), type(module).__name__
         del module._parameters["extra"]
         module.register_buffer("extra", torch.ones(1))
-        assert not FAMILIES[name].supports(model), type(module).__name__
+        assert not FUSED_ENCODERS[name].supports(model), type(module).__name__
         del module._buffers["extra"]
-    assert FAMILIES[name].supports(model)
+    assert FUSED_ENCODERS[name].supports(model)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", FUSED_ENCODERS)
 def test_a_missing_layer_is_not_supported(name, load_model):
     model = load_model(name)
     optional = ("embed_tokens", "relative_attention_bias", "downsamplers", "time_conv")
@@ -72,7 +62,7 @@ def test_a_missing_layer_is_not_supported(name, load_model):
             if child == "conv_shortcut" and name != "wan_vae":
                 continue  # blocks that keep their number of channels have none
             del parent._modules[child]
-            assert not FAMILIES[name].supports(model), f"{path}.{child}"
+            assert not FUSED_ENCODERS[name].supports(model), f"{path}.{child}"
             parent._modules[child] = module
             removed += 1
     assert removed >= 10
@@ -169,11 +159,13 @@ DIFFERENT = {
 DIFFERENT["umt5"] = DIFFERENT["t5"]
 
 
-@pytest.mark.parametrize(("name", "what"), [(name, what) for name in FAMILIES for what in DIFFERENT[name]])
+@pytest.mark.parametrize(
+    ("name", "what"), [(name, what) for name in FUSED_ENCODERS for what in DIFFERENT[name]]
+)
 def test_a_different_layer_is_not_supported(name, what, load_model):
     model = load_model(name)
     DIFFERENT[name][what](model)
-    assert not FAMILIES[name].supports(model)
+    assert not FUSED_ENCODERS[name].supports(model)
 
 
 def test_clip_takes_any_activation(load_model):

@@ -58,15 +58,12 @@ def undocumented(thing: Any) -> list[str]:
     elif "__init__" in vars(thing):
         documented = documented_arguments(thing.__doc__) | documented_arguments(thing.__init__.__doc__)
         missing += sorted(parameters(thing) - documented)
-    for name, member in vars(thing).items():
-        function = member.__func__ if isinstance(member, (classmethod, staticmethod)) else member
-        if name.startswith("_") or not inspect.isfunction(function):
-            continue
-        missing += [] if function.__doc__ else [f"{name} (no docstring)"]
-        missing += sorted(
-            f"{name}({parameter})"
-            for parameter in parameters(function) - documented_arguments(function.__doc__)
-        )
+    for name in vars(thing):
+        method = getattr(thing, name)
+        if not name.startswith("_") and inspect.isroutine(method):
+            docstring = inspect.getdoc(method)  # an overriding method may inherit it
+            missing += [] if docstring else [f"{name} (no docstring)"]
+            missing += sorted(f"{name}({p})" for p in parameters(method) - documented_arguments(docstring))
     return missing
 
 

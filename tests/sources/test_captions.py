@@ -29,7 +29,7 @@ def find(folder, name, **options):
     return finder.find(name), finder
 
 
-def test_auto_takes_the_first_that_has_one(folder):
+def test_auto_takes_the_first_source_with_a_caption(folder):
     folder("list.jsonl", [{"file_name": "a.jpg", "internvl": "from the list"}])
     assert find(folder, "a.jpg")[0] == Caption("from the list", "jsonl")
     folder("a.txt", " from the text file \n")
@@ -43,7 +43,7 @@ def test_auto_takes_the_first_that_has_one(folder):
     ("caption_format", "expected"),
     [("sidecar", "s"), ("txt", "t"), ("jsonl", "l"), ("meta_json", "m")],
 )
-def test_a_named_format_is_the_only_one_asked(folder, caption_format, expected):
+def test_single_format(folder, caption_format, expected):
     folder("a.json", {"caption": "s"})
     folder("a.txt", "t")
     folder("list.jsonl", [{"file_name": "a.jpg", "internvl": "l"}])
@@ -52,7 +52,7 @@ def test_a_named_format_is_the_only_one_asked(folder, caption_format, expected):
     assert find(folder, "b.jpg", caption_format=caption_format)[0].source == "file name"
 
 
-def test_the_field_is_the_same_everywhere(folder):
+def test_caption_field_applies_to_all_files(folder):
     folder("a.json", {"caption": "no", "usr": "yes"})
     folder("list.jsonl", [{"file_name": "b.jpg", "internvl": "no", "usr": "yes"}])
     for name in ("a.jpg", "b.jpg"):
@@ -69,7 +69,7 @@ def test_captions_belong_to_paths(folder):
     assert finder.counts == {"jsonl": 3, "file name": 1}
 
 
-def test_the_shared_file_of_sampled_pictures(folder):
+def test_internvl_file_of_sampled_images(folder):
     rows = [
         {"file_name": "dog_sample_1.jpg", "internvl": "a dog"},
         {"file_name": "dog_sample_2.jpg", "usr": "x"},
@@ -84,7 +84,7 @@ def test_the_shared_file_of_sampled_pictures(folder):
     "wrap", [lambda rows: rows, lambda rows: {"items": rows}, lambda rows: {"data": rows}]
 )
 @pytest.mark.parametrize("key", ["file_name", "filename"])
-def test_meta_json_in_its_forms(folder, wrap, key):
+def test_meta_json(folder, wrap, key):
     folder("meta.json", wrap([{key: "sub/a.jpg", "caption": "found"}]))
     assert find(folder, "sub/a.jpg", caption_format="meta_json")[0].text == "found"
     assert find(folder, "a.jpg", caption_format="meta_json")[0].source == "file name"
@@ -99,13 +99,17 @@ def test_meta_json_in_its_forms(folder, wrap, key):
         ("a.json", [1, 2], "has no text under 'caption'"),
         ("a.json", "null", "has no text under 'caption'"),
         ("a.json", "[" * 100_000, "is not valid JSON"),
-        ("a.json", '{"caption": "\\ud83d"}', "has half a character"),
+        ("a.json", '{"caption": "\\ud83d"}', "has an incomplete character"),
         ("a.txt", "  \n", "is empty"),
-        ("list.jsonl", ["{broken", {"file_name": "b.jpg", "internvl": "b"}], "has none of file_name"),
+        (
+            "list.jsonl",
+            ["{broken", {"file_name": "b.jpg", "internvl": "b"}],
+            "has neither file_name nor filename",
+        ),
         ("list.jsonl", [{"file_name": "a.jpg"}], "has no text under 'internvl'"),
     ],
 )
-def test_unusable_captions_are_noted_and_the_next_is_asked(folder, name, content, problem):
+def test_unusable_captions_are_problems_and_the_next_source_is_tried(folder, name, content, problem):
     folder(name, content)
     caption, finder = find(folder, "a.jpg")
     assert caption == Caption("a", "file name")
@@ -115,7 +119,7 @@ def test_unusable_captions_are_noted_and_the_next_is_asked(folder, name, content
     assert problem in noted
 
 
-def test_odd_characters_inside_a_caption_are_kept(folder):
+def test_unicode_line_separators_are_kept(folder):
     text = "one\u2028two\u0085three"
     (folder.root / "list.jsonl").write_text(
         json.dumps({"file_name": "a.jpg", "internvl": text}, ensure_ascii=False), "utf-8"
@@ -125,13 +129,13 @@ def test_odd_characters_inside_a_caption_are_kept(folder):
     assert not finder.problems
 
 
-def test_text_that_is_not_utf8_is_noted(folder):
+def test_text_that_is_not_utf8(folder):
     (folder.root / "a.txt").write_bytes(b"caf\xe9")
     caption, finder = find(folder, "a.jpg")
     assert caption.source == "file name"
     assert "cannot be read" in next(iter(finder.problems.values()))
 
 
-def test_an_unknown_format_is_named(tmp_path):
+def test_unknown_format(tmp_path):
     with pytest.raises(ConfigError, match="'csv'; choose one of auto, sidecar, txt, jsonl, meta_json"):
         CaptionFinder(tmp_path, "csv")

@@ -17,7 +17,7 @@ from msgspec import UNSET, UnsetType
 
 from latentry.cache.packed_format import PACKED_VERSION, PackedEntry, PackedHeader
 from latentry.errors import CacheNotFoundError, MetadataError
-from latentry.storage import inside
+from latentry.storage import path_inside
 
 FORMAT_VERSION = 1
 METADATA_NAME = "metadata.json"
@@ -142,7 +142,7 @@ def read_row_dicts(cache_dir: Path, shard: str) -> list[Json]:
 
 def shard_path(cache_dir: Path, shard: str) -> Path:
     """The path of a metadata shard that ``metadata.json`` lists."""
-    path = inside(cache_dir, shard)
+    path = path_inside(cache_dir, shard)
     if not path.is_file():
         raise CacheNotFoundError(f"{cache_dir / METADATA_NAME} lists {shard}, but that file is missing")
     return path
@@ -196,7 +196,7 @@ def read_metadata(cache_dir: Path) -> CacheMetadata:
     """Read ``metadata.json``; errors say what the folder lacks to be a cache."""
     if not cache_dir.is_dir():
         raise CacheNotFoundError(f"there is no folder {cache_dir}; cache_dir must be a finished cache")
-    path = inside(cache_dir, METADATA_NAME)
+    path = path_inside(cache_dir, METADATA_NAME)
     if not path.is_file():
         raise CacheNotFoundError(
             f"{cache_dir} has no {METADATA_NAME}: it is not a cache, or its preprocessing has not finished"

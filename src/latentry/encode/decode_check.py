@@ -15,7 +15,6 @@ from latentry.engines.local import find_devices
 from latentry.errors import ConfigError, MediaError
 from latentry.processors import processor_class
 from latentry.seeds import derived_seed
-from latentry.storage import content_digest
 from latentry.types import Caption, PlannedSample, SourceFile
 
 
@@ -35,13 +34,13 @@ class DecodeCheck:
 
     def psnr_db(self, row: Row, data: Mapping[str, Any]) -> float:
         """How close a sample's decoded latent is to its source, in decibels."""
-        path = Path(row.media_path or "")
-        if content_digest(path) != row.source_digest:
+        file = self._reader.load(Path(row.media_path or ""))
+        if file.digest != row.source_digest:
             raise MediaError("has changed since; run the same command again to encode it anew")
         latents = data["latent"][None] if "latent" in data else data["video_latents"]
         decoded = self._processor.decode_latents(latents)[0]
         seed = derived_seed(self._recipe.seed, "crop", row.source_name)
-        (crop,) = self._reader.read(path, [_planned(row)], seed)
+        (crop,) = self._reader.read(file, [_planned(row)], seed)
         return psnr_db(crop.pixels, decoded)
 
 

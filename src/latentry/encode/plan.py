@@ -22,7 +22,7 @@ from latentry.cache.format import PACKED, TASK_SIZE, Row
 from latentry.cache.write.shards import TARGET_SHARD_BYTES
 from latentry.encode.recipe import ResolvedRecipe
 from latentry.errors import MediaError
-from latentry.media.reader import Extent, MediaReader
+from latentry.media.reader import MediaReader, ProbeResult
 from latentry.sources.captions import CaptionFinder
 from latentry.storage import content_digest
 from latentry.types import (
@@ -192,16 +192,16 @@ def _probe(
 ) -> tuple[list[PlannedSample], list[Failure]]:
     """Read the files' headers in threads, and choose buckets for all of them at once."""
 
-    def extent_or_reason(file: SourceFile) -> Extent | str:
+    def probe_one(file: SourceFile) -> ProbeResult | str:
         try:
             return reader.probe(root / file.name)
         except MediaError as error:
             return str(error)
 
-    def probe_all(part: Sequence[tuple[SourceFile, Caption]]) -> list[Extent | str]:
-        return [extent_or_reason(file) for file, _ in part]
+    def probe_all(part: Sequence[tuple[SourceFile, Caption]]) -> list[ProbeResult | str]:
+        return [probe_one(file) for file, _ in part]
 
-    readable: list[tuple[SourceFile, Caption, Extent]] = []
+    readable: list[tuple[SourceFile, Caption, ProbeResult]] = []
     skipped = []
     size = min(_PROBE_CHUNK, max(1, len(files) // (4 * _PROBE_THREADS)))
     parts = [files[i : i + size] for i in range(0, len(files), size)]

@@ -20,7 +20,6 @@ from latentry.encode.recipe import ResolvedRecipe
 from latentry.errors import MediaError
 from latentry.media.reader import Crop
 from latentry.seeds import derived_seed
-from latentry.storage import content_digest
 from latentry.types import Failure, PlannedSample, Task
 
 _MAX_BYTES_AHEAD = 1 << 32
@@ -135,9 +134,11 @@ class ReadAhead:
         file = samples[0].file
         path = self._source / file.name
         try:
-            digest = content_digest(path)
-            crops = self._reader.read(path, samples, derived_seed(self._recipe.seed, "crop", file.name))
-            return [DecodedSample(sample, crop, digest) for sample, crop in zip(samples, crops, strict=True)]
+            media = self._reader.load(path)
+            crops = self._reader.read(media, samples, derived_seed(self._recipe.seed, "crop", file.name))
+            return [
+                DecodedSample(sample, crop, media.digest) for sample, crop in zip(samples, crops, strict=True)
+            ]
         except MediaError as error:
             return str(error)
         except OSError as error:

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from latentry.buckets import CROP_MODES
 from latentry.cache.format import OUTPUT_FORMATS, recipe_fingerprint
+from latentry.crops import CROP_MODES
 from latentry.errors import ConfigError
 from latentry.media.images import NO_CROP
 from latentry.media.reader import ImageReader, MediaReader, VideoOptions, VideoReader

@@ -1,1 +1,8 @@
-"""Pixels: reading a picture's size from its header, decoding it as it should look, cutting it to shape."""
+"""Images and videos: probing headers, decoding pixels, cutting them to buckets.
+
+Needs the packages of ``latentry[encode]``.
+"""
+
+from latentry.extras import require_extra
+
+require_extra("encode")

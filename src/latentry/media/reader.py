@@ -1,6 +1,6 @@
-"""The two kinds of media, behind one face: how many samples a file gives, of what shape, and their pixels.
+"""One interface to images and videos: what samples a file has, and the pixels of these samples.
 
-Everything else, from planning to committing, is the same for pictures and clips.
+Planning, encoding and committing use this interface only and are the same for images and videos.
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ import numpy as np
 import torch
 
 from latentry.errors import ConfigError, MediaError
+from latentry.media.content import MediaFile, read_media_file
 from latentry.media.images import RESIZE_MODES, Pixels, decode_image, fit_to_bucket, probe_image
 from latentry.media.videos import Timeline, probe_video, read_frames, read_timeline
+from latentry.storage import WHOLE_DIGEST_BYTES
 from latentry.types import PlannedSample
 
 IMAGE_SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".webp", ".bmp"})
@@ -27,51 +29,64 @@ _MAX_CLIP_BYTES = 1 << 33
 
 
 @dataclass(frozen=True, slots=True)
-class Extent:
-    """What a file offers: its size as shown, and for video the frames of a sample and how many samples."""
+class ProbeResult:
+    """The samples that a file has, from its header."""
 
     width: int
+    """As shown, after the orientation of the header is applied."""
     height: int
     num_frames: int | None = None
+    """Frames per sample; None for images."""
     num_samples: int = 1
 
 
 @dataclass(frozen=True, slots=True)
 class Crop:
-    """A sample's pixels, cut to its bucket: uint8 [3,H,W], or [3,T,H,W] for video."""
+    """A sample's pixels, cut to its bucket."""
 
     pixels: torch.Tensor
+    """uint8 [3,H,W], or [3,T,H,W] for video."""
     offset: tuple[int, int]
+    """(left, top) of the window in the scaled image."""
     source_frame: int | None = None
     """In frames mode, the number of the frame in its file."""
 
 
 class MediaReader(Protocol):
+    """Reads the files of one type of media. A ``MediaError`` says why a file cannot be used."""
+
     @property
     def suffixes(self) -> frozenset[str]:
-        """The endings of its files."""
+        """The file name extensions, in lower case and with the dot."""
 
-    def probe(self, path: Path) -> Extent:
-        """Read the header; a ``MediaError`` says why the file is of no use."""
+    def probe(self, path: Path) -> ProbeResult:
+        """Read the header of a file."""
 
-    def read(self, path: Path, samples: Sequence[PlannedSample], seed: int) -> list[Crop]:
-        """The pixels of some samples of one file."""
+    def load(self, path: Path) -> MediaFile:
+        """Read a file once, for its digest and for ``read``."""
+
+    def read(self, file: MediaFile, samples: Sequence[PlannedSample], seed: int) -> list[Crop]:
+        """Decode samples of one file and cut them to their buckets. ``seed`` decides random crops."""
 
 
 @dataclass(frozen=True, slots=True)
 class ImageReader:
-    """Pictures: one sample each."""
+    """Reads images. Each is one sample."""
 
     crop_mode: str
     resize_mode: str = "bicubic"
     suffixes: frozenset[str] = IMAGE_SUFFIXES
 
-    def probe(self, path: Path) -> Extent:
-        return Extent(*probe_image(path))
+    def probe(self, path: Path) -> ProbeResult:
+        return ProbeResult(*probe_image(path))
 
-    def read(self, path: Path, samples: Sequence[PlannedSample], seed: int) -> list[Crop]:
+    def load(self, path: Path) -> MediaFile:
+        return read_media_file(path)
+
+    def read(self, file: MediaFile, samples: Sequence[PlannedSample], seed: int) -> list[Crop]:
         (sample,) = samples
-        pixels = decode_image(path.read_bytes())
+        assert file.content is not None, "images are read whole, whatever their size"
+        pixels = decode_image(file.content)
         height, width = pixels.shape[:2]
         if (width, height) != (sample.width, sample.height):
             raise MediaError(f"is {width}x{height}, but was {sample.width}x{sample.height} when planned")
@@ -80,18 +95,29 @@ class ImageReader:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VideoOptions:
-    """Which frames of a clip are taken, and how they are scaled."""
+    """Which frames of a video are encoded, and how they are scaled.
+
+    >>> VideoOptions(target_frames=81)
+    >>> VideoOptions(target_fps=16, target_frames=81, short_clips="pad")
+    >>> VideoOptions(mode="frames", num_frames=40)
+    """
 
     mode: str = "video"
-    """``video``: a clip is one sample. ``frames``: each of ``num_frames`` evenly spaced frames is one."""
+    """``video`` makes each video one sample. ``frames`` makes each of ``num_frames`` frames one sample."""
     num_frames: int = 10
+    """In frames mode, how many frames to take of each video, evenly spaced from the first to the last. A video with
+    fewer frames gives all it has."""
     target_frames: int | None = None
-    """The length of every clip; None takes as many as each has, under the model's rule."""
+    """In video mode, the number of frames of every sample. None takes as many as each video has and the model's
+    frame rule allows."""
     target_fps: float | None = None
-    """Take frames by time at this rate, from the beginning, instead of evenly over the whole length."""
+    """In video mode, take frames by time at this rate, starting with the first frame. None takes them evenly spaced
+    over the whole video."""
     short_clips: str = "skip"
-    """What becomes of clips with fewer than ``target_frames``: ``skip``, or ``pad`` with their last frame."""
+    """What to do with videos of fewer than ``target_frames`` frames: ``skip`` reports them as failures, ``pad``
+    repeats their last frame."""
     resize_mode: str = "bilinear"
+    """How frames are scaled: ``bilinear``, ``bicubic``, ``nearest``, ``area`` or ``lanczos``."""
 
     def __post_init__(self) -> None:
         for name, value, allowed in (
@@ -110,75 +136,80 @@ class VideoOptions:
                 raise ConfigError(f"{name} is {number}; it must be positive")
         if self.mode == "frames" and (self.target_fps or self.target_frames):
             raise ConfigError(
-                "target_fps and target_frames are for whole clips; in frames mode set num_frames"
+                "target_fps and target_frames are for video mode; in frames mode set num_frames instead"
             )
 
 
 @dataclass(frozen=True, slots=True)
 class VideoReader:
-    """Clips: one sample each, or one per extracted frame."""
+    """Reads videos. Each is one sample, or one sample per extracted frame."""
 
-    choices: VideoOptions
+    options: VideoOptions
     crop_mode: str
     frame_step: int
-    """Clips have a multiple of this many frames, and one more."""
+    """Without ``target_frames``, a sample has a multiple of this many frames, plus one."""
     suffixes: frozenset[str] = VIDEO_SUFFIXES
 
-    def probe(self, path: Path) -> Extent:
+    def probe(self, path: Path) -> ProbeResult:
         info = probe_video(path)
-        choices = self.choices
-        if choices.mode == "frames":
-            return Extent(info.width, info.height, 1, min(choices.num_frames, info.num_frames))
+        options = self.options
+        if options.mode == "frames":
+            return ProbeResult(info.width, info.height, 1, min(options.num_frames, info.num_frames))
         available = info.num_frames
-        if choices.target_fps is not None:
+        if options.target_fps is not None:
             if info.last_frame_s is None:
-                raise MediaError("gives no time stamps, which target_fps needs; leave target_fps out")
-            available = int(info.last_frame_s * choices.target_fps + 1e-6) + 1
-        count = choices.target_frames or (available - 1) // self.frame_step * self.frame_step + 1
-        if available < count and choices.short_clips == "skip":
-            rate = f" at {choices.target_fps:g} a second" if choices.target_fps else ""
-            raise MediaError(f"has {available} frames{rate}, fewer than the {count} asked for")
-        return Extent(info.width, info.height, count)
+                raise MediaError("has no usable time stamps, which target_fps needs; leave out target_fps")
+            available = int(info.last_frame_s * options.target_fps + 1e-6) + 1
+        count = options.target_frames or (available - 1) // self.frame_step * self.frame_step + 1
+        if available < count and options.short_clips == "skip":
+            rate = f" at {options.target_fps:g} fps" if options.target_fps else ""
+            raise MediaError(f"has {available} frames{rate}, fewer than the {count} requested")
+        return ProbeResult(info.width, info.height, count)
 
-    def read(self, path: Path, samples: Sequence[PlannedSample], seed: int) -> list[Crop]:
-        timeline = read_timeline(path)
+    def load(self, path: Path) -> MediaFile:
+        return read_media_file(path, WHOLE_DIGEST_BYTES)
+
+    def read(self, file: MediaFile, samples: Sequence[PlannedSample], seed: int) -> list[Crop]:
+        timeline = read_timeline(file)
         bucket, count = samples[0].bucket, samples[0].num_frames or 1
         if count * bucket[0] * bucket[1] * 3 > _MAX_CLIP_BYTES:
-            raise MediaError(f"would be {count} frames of {bucket[0]}x{bucket[1]} at once; set target_frames")
+            raise MediaError(
+                f"gives {count} frames of {bucket[0]}x{bucket[1]}, which do not fit in "
+                f"{_MAX_CLIP_BYTES >> 30} GB of memory; set target_frames"
+            )
         offsets: list[tuple[int, int]] = []
 
         def keep(frame: Pixels) -> torch.Tensor:
-            window, offset = fit_to_bucket(frame, bucket, self.crop_mode, seed, self.choices.resize_mode)
+            window, offset = fit_to_bucket(frame, bucket, self.crop_mode, seed, self.options.resize_mode)
             offsets.append(offset)
             return window
 
-        if self.choices.mode == "frames":
-            total = samples[0].num_samples
-            numbers = _evenly(timeline.num_frames, total)
+        if self.options.mode == "frames":
+            numbers = evenly_spaced(timeline.num_frames, samples[0].num_samples)
             wanted = [numbers[sample.number] for sample in samples]
-            windows = read_frames(path, timeline, wanted, keep)
+            windows = read_frames(file, timeline, wanted, keep)
             return [Crop(w[:, None], offsets[0], number) for w, number in zip(windows, wanted, strict=True)]
-        windows = read_frames(path, timeline, self._clip(timeline, count), keep)
+        windows = read_frames(file, timeline, self.clip_frames(timeline, count), keep)
         return [Crop(torch.stack(windows, dim=1), offsets[0])]
 
-    def _clip(self, timeline: Timeline, count: int) -> list[int]:
-        """The numbers of the frames that make up a clip of this length."""
+    def clip_frames(self, timeline: Timeline, count: int) -> list[int]:
+        """The numbers of the ``count`` frames that make up a sample."""
         last = timeline.num_frames - 1
-        if self.choices.target_fps is None:
+        if self.options.target_fps is None:
             if last + 1 < count:
-                if self.choices.short_clips == "skip":
+                if self.options.short_clips == "skip":
                     raise MediaError(
-                        f"has {last + 1} frames that can be listed, fewer than the {count} asked for"
+                        f"has {last + 1} frames that can be listed, fewer than the {count} requested"
                     )
                 return [min(i, last) for i in range(count)]
-            return _evenly(last + 1, count)
+            return evenly_spaced(last + 1, count)
         stamps = np.array(timeline.stamps, dtype=np.float64)
-        times = (stamps - stamps[0]) * timeline.seconds_per_unit
-        asked = np.arange(count) / self.choices.target_fps
-        shown = np.searchsorted(times, asked + 1e-6, side="right") - 1
+        times_s = (stamps - stamps[0]) * timeline.seconds_per_unit
+        wanted_s = np.arange(count) / self.options.target_fps
+        shown = np.searchsorted(times_s, wanted_s + 1e-6, side="right") - 1
         return [int(number) for number in shown.clip(0, last)]
 
 
-def _evenly(available: int, count: int) -> list[int]:
-    """``count`` frame numbers from the first to the last, as evenly as whole numbers allow."""
-    return [int(number) for number in np.linspace(0, available - 1, count).astype(np.int64)]
+def evenly_spaced(num_frames: int, count: int) -> list[int]:
+    """``count`` frame numbers from the first to the last of ``num_frames``, as evenly as integers allow."""
+    return [int(number) for number in np.linspace(0, num_frames - 1, count).astype(np.int64)]

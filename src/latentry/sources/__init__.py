@@ -1,1 +1,1 @@
-"""Where media come from. A source lists files by a name that stays the same when the folder is moved."""
+"""Where images, videos and captions come from. A file is named by its path in the source, so a source can be moved."""

@@ -1,8 +1,8 @@
-"""What each picture is described by: beside it, in a list, or its own name.
+"""Captions: from a file beside the image or video, from a list of captions, or from its name.
 
-A caption belongs to a path, never to a base name: two ``cat.jpg`` in two folders keep their own. A
-file that does not parse, or an entry without the field, is noted once and the next source is asked;
-no caption problem ever stops a run.
+A caption belongs to a path, not to a base name: two ``cat.jpg`` in two folders have their own captions. A caption file
+that does not parse, or an entry without the caption's key, is recorded once as a problem and the next source is tried.
+Caption problems never stop a run.
 """
 
 from __future__ import annotations
@@ -20,18 +20,23 @@ from latentry.types import Caption
 CAPTION_FORMATS = ("auto", "sidecar", "txt", "jsonl", "meta_json")
 _AUTO_ORDER = ("sidecar", "txt", "jsonl")
 _NAME_FIELDS = ("file_name", "filename")
-_NOT_CAPTIONS = ("failures.jsonl",)  # our own, where a cache lies in its source's folder
+_NOT_CAPTIONS = ("failures.jsonl",)  # written by a run whose output is inside its input folder
 
 
 class CaptionFinder:
-    """Finds the caption of a file in a folder, and keeps count of where captions came from.
+    """Finds the captions of the files in a folder, and counts where they came from.
 
     >>> finder = CaptionFinder(Path("photos"))
     >>> finder.find("trips/red_car.jpg")
     Caption(text='red car', source='file name')
 
-    ``field`` is the key to look under everywhere; without it, ``caption`` in JSON files and
-    ``lines_field`` in JSON-lines files.
+    Args:
+        root: The folder.
+        caption_format: One of ``CAPTION_FORMATS``. ``auto`` tries ``sidecar``, ``txt`` and ``jsonl``, in that
+            order; every other value tries that source only. The last resort is always the file name.
+        field: The key of the caption in all JSON files. None means ``caption``, or ``lines_field`` in
+            ``.jsonl`` files.
+        lines_field: The key of the caption in ``.jsonl`` files if ``field`` is None.
     """
 
     def __init__(
@@ -60,11 +65,16 @@ class CaptionFinder:
         self._line_files: dict[str, list[Path]] = {}
         self._names: dict[str, frozenset[str]] = {}
         self.counts: Counter[str] = Counter()
+        """How many captions came from each source."""
         self.problems: dict[str, str] = {}
-        """The caption files that are of no use, each with the reason."""
+        """Caption file, or file and line, to the reason why it cannot be used."""
 
     def find(self, name: str) -> Caption:
-        """The caption of the file with this name relative to the root."""
+        """The caption of a file.
+
+        Args:
+            name: The file's path relative to the root, with forward slashes.
+        """
         for source, look_up in self._lookups:
             text = look_up(name)
             if text is not None:
@@ -74,7 +84,7 @@ class CaptionFinder:
         return Caption(PurePosixPath(name).stem.replace("_", " "), "file name")
 
     def _names_in(self, folder: str) -> frozenset[str]:
-        """What a folder holds, listed once: a million pictures then cost no look at files that are not there."""
+        """The names in a folder. Listed once, so that a million files cost no lookups of absent sidecars."""
         if folder not in self._names:
             try:
                 self._names[folder] = frozenset(os.listdir(self._root / folder))
@@ -83,13 +93,13 @@ class CaptionFinder:
         return self._names[folder]
 
     def _file(self, folder: str, name: str) -> Path | None:
-        """The file of this name in a folder, if there is one."""
+        """The path of a regular file in a folder, or None if there is none of this name."""
         if name not in self._names_in(folder):
             return None
         path = self._root / folder / name
         return path if path.is_file() else None
 
-    # ---- beside the picture -----------------------------------------------------------------
+    # ---- beside the file --------------------------------------------------------------------
 
     def _sidecar(self, name: str, suffix: str) -> Path | None:
         folder, _, base = name.rpartition("/")
@@ -115,33 +125,34 @@ class CaptionFinder:
             self._note(sidecar, "is empty")
         return text.strip() or None if text else None
 
-    # ---- in a list --------------------------------------------------------------------------
+    # ---- in a list of captions --------------------------------------------------------------
 
     def _from_lines(self, name: str) -> str | None:
-        """From the ``.jsonl`` files of the picture's folder, then of the folders above it."""
-        for folder, within in _folders_above(name):
-            for file in self._lists_in(folder, within):
-                entry = self._list(file, self._lines_field, _json_lines).get(within)
+        """Look in the ``.jsonl`` files of the file's folder, then of the folders above it."""
+        for folder, name_in_folder in _folders_above(name):
+            for file in self._lists_in(folder, name_in_folder):
+                entry = self._list(file, self._lines_field, _json_lines).get(name_in_folder)
                 if entry is not None:
                     return str(entry)
         return None
 
-    def _lists_in(self, folder: str, within: str) -> Iterator[Path]:
+    def _lists_in(self, folder: str, name_in_folder: str) -> Iterator[Path]:
+        """The caption lists of a folder: its ``.jsonl`` files, then ``<prefix>_internvl.json``."""
         if folder not in self._line_files:
             names = sorted(name for name in self._names_in(folder) if name.endswith(".jsonl"))
             files = [self._file(folder, name) for name in names if name not in _NOT_CAPTIONS]
             self._line_files[folder] = [file for file in files if file is not None]
         yield from self._line_files[folder]
-        if "_sample" in within and "/" not in within:
-            shared = self._file(folder, f"{within.rpartition('_sample')[0]}_internvl.json")
+        if "_sample" in name_in_folder and "/" not in name_in_folder:
+            shared = self._file(folder, f"{name_in_folder.rpartition('_sample')[0]}_internvl.json")
             if shared is not None:
                 yield shared
 
     def _from_meta_json(self, name: str) -> str | None:
-        for folder, within in _folders_above(name):
+        for folder, name_in_folder in _folders_above(name):
             file = self._file(folder, "meta.json")
             if file is not None:
-                entry = self._list(file, self._json_field, _json_items).get(within)
+                entry = self._list(file, self._json_field, _json_items).get(name_in_folder)
                 if entry is not None:
                     return str(entry)
         return None
@@ -149,15 +160,15 @@ class CaptionFinder:
     def _list(
         self, file: Path, field: str, entries_of: Callable[[str], Iterator[tuple[str, Any]]]
     ) -> dict[str, str]:
-        """Name to caption of a list file, read once."""
+        """Name to caption for a list of captions, read once."""
         if file not in self._lists:
             captions: dict[str, str] = {}
             try:
-                for where, entry in entries_of(self._read_text(file) or ""):
+                for position, entry in entries_of(self._read_text(file) or ""):
                     name = _name_of(entry)
-                    text = self._field_of(entry, field, f"{file}, {where}") if name else None
+                    text = self._field_of(entry, field, f"{file}, {position}") if name else None
                     if name is None:
-                        self._note(f"{file}, {where}", f"has none of {', '.join(_NAME_FIELDS)}")
+                        self._note(f"{file}, {position}", f"has neither {' nor '.join(_NAME_FIELDS)}")
                     elif text is not None:
                         captions[name] = text
             except ValueError as error:
@@ -168,6 +179,7 @@ class CaptionFinder:
     # ---- reading ----------------------------------------------------------------------------
 
     def _field_of(self, entry: Any, field: str, where: Path | str) -> str | None:
+        """The caption under a key of an entry; None, and a problem, if there is no usable text."""
         value = entry.get(field) if isinstance(entry, dict) else None
         if not (isinstance(value, str) and value.strip()):
             self._note(where, f"has no text under {field!r}")
@@ -175,7 +187,7 @@ class CaptionFinder:
         try:
             value.encode()
         except UnicodeEncodeError:
-            self._note(where, f"has half a character under {field!r}")
+            self._note(where, f"has an incomplete character (an unpaired surrogate) under {field!r}")
             return None
         return value.strip()
 
@@ -191,7 +203,7 @@ class CaptionFinder:
 
 
 def _folders_above(name: str) -> Iterator[tuple[str, str]]:
-    """The file's folder and those above it, up to the root, each with the file's name within it."""
+    """The file's folder and the folders above it up to the root, each with the file's path relative to it."""
     folder = name
     while folder:
         folder = folder.rpartition("/")[0]
@@ -207,11 +219,13 @@ def _name_of(entry: Any) -> str | None:
 
 
 def _json_lines(text: str) -> Iterator[tuple[str, Any]]:
-    """The entries of a file with one JSON object a line; a whole-file JSON list is taken too."""
+    """The entries of a file with one JSON object per line. A file that is one JSON list is accepted too."""
     if text.lstrip().startswith("["):
         yield from _json_items(text)
         return
-    for number, line in enumerate(text.split("\n"), start=1):  # other line ends may stand inside a caption
+    for number, line in enumerate(
+        text.split("\n"), start=1
+    ):  # not splitlines(): captions may contain other line separators
         if line.strip():
             try:
                 yield f"line {number}", json.loads(line)
@@ -230,6 +244,6 @@ def _json_items(text: str) -> Iterator[tuple[str, Any]]:
             (content[key] for key in ("items", "data") if isinstance(content.get(key), list)), None
         )
     if not isinstance(content, list):
-        raise ValueError("holds no list of entries (at the top, or under 'items' or 'data')")
+        raise ValueError("has no list of entries (at the top level, or under 'items' or 'data')")
     for number, entry in enumerate(content):
         yield f"entry {number}", entry

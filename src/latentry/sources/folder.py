@@ -1,4 +1,4 @@
-"""A folder of media, searched recursively."""
+"""A folder of images or videos, searched recursively."""
 
 from __future__ import annotations
 
@@ -13,19 +13,26 @@ from latentry.types import Failure, SourceFile
 def list_folder(
     root: Path, suffixes: Collection[str], *, leave_out: Path | None = None
 ) -> tuple[list[SourceFile], list[Failure]]:
-    """All files under ``root`` with one of these endings (any case), sorted by name, and what is no file.
+    """The files under ``root`` with one of these extensions, and a failure for each match that is not a file.
 
-    Hidden files and folders are passed over, and so is ``leave_out``: the output may lie inside the
-    input. Linked folders are followed, but not in circles.
+    Both are sorted by name. Hidden files and folders are skipped. Symbolic links to folders are followed, but no
+    folder is listed twice.
+
+    Args:
+        root: The folder.
+        suffixes: Extensions with the dot, in lower case. Files match in any case.
+        leave_out: A folder to skip: the output may be inside the input.
     """
     if not root.is_dir():
         what = "is a file, not a folder" if root.exists() else "does not exist"
-        raise ConfigError(f"{root} {what}; name the folder that holds the media")
+        raise ConfigError(f"{root} {what}; give the folder of the images or videos")
     seen = {os.path.realpath(root), *([os.path.realpath(leave_out)] if leave_out else [])}
     found = sorted(_walk(os.fspath(root), "", frozenset(suffixes), seen), key=lambda entry: entry.name)
     if not found:
         endings = ", ".join(sorted(suffix.lstrip(".") for suffix in suffixes))
-        raise ConfigError(f"{root} holds no media; looked for files ending in {endings}, in all its folders")
+        raise ConfigError(
+            f"{root} holds no media; looked for files ending in {endings}, in all its subfolders"
+        )
     files = [entry for entry in found if isinstance(entry, SourceFile)]
     return files, [entry for entry in found if isinstance(entry, Failure)]
 

@@ -23,7 +23,7 @@ import pyarrow as pa
 from latentry.cache.format import METADATA_NAME, CacheMetadata, Row, row_from_dict
 from latentry.cache.packed_format import PARTS, PackedEntry, RowLocation, index_schema
 from latentry.errors import CacheNotFoundError, MetadataError
-from latentry.storage import inside
+from latentry.storage import path_inside
 from latentry.types import BucketShape
 
 _BLOCKS_KEPT = 512
@@ -44,7 +44,7 @@ class PackedIndex:
         self._ends = list(accumulate(counts))
         self._block_rows = header.block_rows
         self._first_blocks = [0, *accumulate(-(-count // self._block_rows) for count in counts)]
-        self.path = inside(cache_dir, header.index)
+        self.path = path_inside(cache_dir, header.index)
         self._blocks: OrderedDict[int, _Block] = OrderedDict()
         try:
             self._reader = pa.ipc.open_file(pa.memory_map(str(self.path)))

@@ -20,7 +20,7 @@ import pyarrow as pa
 
 from latentry.cache.format import METADATA_NAME, CacheMetadata
 from latentry.cache.index.file_index import CacheIndex
-from latentry.storage import inside, publish
+from latentry.storage import path_inside, publish
 from latentry.types import BucketShape
 
 logger = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ def signature_of(cache_dir: Path, shards: Sequence[str]) -> str:
     """Changes with ``metadata.json`` and with any shard's size or time; costs one ``stat`` per shard."""
     digest = hashlib.blake2b((cache_dir / METADATA_NAME).read_bytes(), digest_size=16)
     for shard in shards:
-        path = inside(cache_dir, shard)
+        path = path_inside(cache_dir, shard)
         status = path.stat() if path.is_file() else None
         digest.update(f"{shard} {status and (status.st_size, status.st_mtime_ns)}\n".encode())
     return digest.hexdigest()
@@ -69,7 +69,7 @@ def save(cache_dir: Path, index: CacheIndex, signature: str) -> None:
 
 def load(cache_dir: Path, metadata: CacheMetadata, signature: str) -> CacheIndex | None:
     """The saved index; None if there is none with this version and signature, or if it is damaged."""
-    path = inside(cache_dir, INDEX_NAME)
+    path = path_inside(cache_dir, INDEX_NAME)
     try:
         reader = pa.ipc.open_file(pa.memory_map(str(path)))
         header = msgspec.json.decode(reader.schema.metadata[_SCHEMA_KEY], type=_Header)

@@ -56,7 +56,7 @@ class FileSamples:
             with ExitStack() as open_files:
                 for i in range(start, min(start + _MAX_OPEN_FILES, len(rows))):
                     relative = self._index.relative_file(rows[i])
-                    file = open_files.enter_context(_opened(self._folders.inside(relative)))
+                    file = open_files.enter_context(_opened(self._folders.path_inside(relative)))
                     contents = read_contents(file.descriptor, os.path.splitext(relative)[1])
                     if contents is None:
                         contents = load_cache_file(self._cache_dir, relative)

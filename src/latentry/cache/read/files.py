@@ -15,12 +15,12 @@ import torch
 
 from latentry.cache.format import PLAIN_VALUES_KEY
 from latentry.errors import CacheFileError, CacheNotFoundError
-from latentry.storage import inside
+from latentry.storage import path_inside
 
 
 def load_cache_file(cache_dir: Path, relative: str) -> dict[str, Any]:
     """The dictionary in the cache's file ``relative``: ``load_cache_file(cache, "512x512/0a1b.meta")``."""
-    path = inside(cache_dir, relative)
+    path = path_inside(cache_dir, relative)
     try:
         if path.suffix == ".safetensors":
             data = _load_safetensors(path)

@@ -12,7 +12,7 @@ from typing import Any
 from latentry.cache.packed_format import RowLocation, checksum
 from latentry.cache.read.batch_buffers import BatchBuffers
 from latentry.errors import CacheFileError, CacheNotFoundError
-from latentry.storage import inside, open_regular
+from latentry.storage import open_regular, path_inside
 
 _MAX_OPEN_FILES = 256
 
@@ -83,7 +83,7 @@ class OpenShards:
         with self._lock:
             file = self._files.get(name)
             if file is None:
-                path = inside(self.cache_dir, name)
+                path = path_inside(self.cache_dir, name)
                 try:
                     file = self._files[name] = _ShardFile(path)
                 except FileNotFoundError:

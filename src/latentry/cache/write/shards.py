@@ -21,7 +21,7 @@ from latentry.cache.packed_format import (
     TensorLayout,
     checksum,
 )
-from latentry.storage import holds, publish, write_parts
+from latentry.storage import file_has_content, publish, write_parts
 
 MIN_SHARD_BYTES = 1 << 28
 TARGET_SHARD_BYTES = 1 << 29
@@ -94,7 +94,7 @@ def write_shard(output: Path, names: Iterable[str], rows: Sequence[ShardRow]) ->
     parts = [len(text).to_bytes(8, "little"), text, *contents]
     for relative in names:
         path = output / relative
-        if holds(path, parts):
+        if file_has_content(path, parts):
             break
         if not path.exists():
             path.parent.mkdir(parents=True, exist_ok=True)

@@ -33,7 +33,7 @@ from latentry.cache.index.packed_index import PackedIndex
 from latentry.cache.write.commits import ALL_ROWS, Commit, CommitLog, decode_json, write_text
 from latentry.cache.write.publishing import publish_metadata
 from latentry.errors import MetadataError, RunError
-from latentry.storage import inside
+from latentry.storage import path_inside
 from latentry.types import Failure
 
 _WORK = ".latentry"
@@ -155,7 +155,7 @@ class Workspace:
         """Whether the row's files exist and are large enough; ``sizes`` caches the sizes of files."""
         for file in row.files:
             if file not in sizes:
-                path = inside(self.folder, file)
+                path = path_inside(self.folder, file)
                 sizes[file] = path.stat().st_size if path.is_file() else -1
         if row.packed is None:
             return sizes[row.files[0]] == row.file_bytes

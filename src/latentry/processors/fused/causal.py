@@ -7,12 +7,13 @@ Each convolution sees the last two frames of the chunk before. Chunks limit the 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.nn import functional as F
 
 from latentry.hardware import share_of_memory
+from latentry.processors.fused.self_check import fixed_noise, vae_moments
 from latentry.processors.fused.structure import Described
 
 _MAX_VALUES = (1 << 31) - 1
@@ -84,6 +85,53 @@ class TemporalChunks:
         )
         num_chunks = max(1, -(-(frames - 1) // most))
         return max(1, -(-(frames - 1) // (num_chunks * self._step)) * self._step)
+
+
+class CausalEncoder:
+    """The common part of encoders for causal video VAEs: ``encoder(clips)`` is ``vae.encode(clips)``'s moments.
+
+    Args:
+        vae: The VAE. Its encoder's weights are stored with the channels last from now on.
+        first_conv: Its first convolution.
+        widest: The number of channels of the widest layer's input.
+        step: How many frames become one latent frame.
+    """
+
+    check_size: ClassVar[tuple[int, int]]
+    """Height and width of the clips for the self check, whose latents have odd sides."""
+
+    def __init__(self, vae: Any, first_conv: Any, *, widest: int, step: int) -> None:
+        self._encoder = vae.encoder
+        self._first = FirstConv(first_conv)
+        self._chunks = TemporalChunks(widest, step, vae.dtype.itemsize)
+        self.bytes_needed = self._chunks.bytes_needed
+        use_channels_last(vae.encoder)
+
+    @classmethod
+    def check_inputs(cls, vae: Any) -> list[tuple[Any, ...]]:
+        """A single frame, and a clip of two chunks."""
+        return [(fixed_noise((1, 3, frames, *cls.check_size), vae), 5) for frames in (1, 9)]
+
+    @staticmethod
+    def reference(vae: Any, clips: torch.Tensor, max_frames: int | None = None) -> torch.Tensor:
+        return vae_moments(vae, clips)
+
+    def __call__(self, clips: torch.Tensor, max_frames: int | None = None) -> torch.Tensor:
+        """Encode [B,3,T,H,W] in -1 … 1.
+
+        Args:
+            clips: The clips.
+            max_frames: The most frames in a chunk, n·step+1. None leaves it to the memory.
+        """
+        encoded = []
+        for clip in clips:
+            frames = clip.permute(1, 2, 3, 0).contiguous()
+            encoded.append(self._encode(self._chunks.split(frames, max_frames)))
+        return torch.stack(encoded)
+
+    def _encode(self, chunks: Iterator[torch.Tensor]) -> torch.Tensor:
+        """Encode the chunks [T,H,W,3] of one clip to moments [C,t,h,w]."""
+        raise NotImplementedError
 
 
 def fold_time(weight: torch.Tensor) -> torch.Tensor:

@@ -61,12 +61,13 @@ class ClipEncoder:
     def supports(model: Any) -> bool:
         """Whether each layer is attention and an MLP with a layer norm before each. Embeddings and MLP may be any."""
         return matches(_body(model), _STRUCTURE) and all(
-            attention.scale == (attention.q_proj.out_features // attention.num_heads) ** -0.5
+            getattr(attention, "scale", None)
+            == (attention.q_proj.out_features // attention.num_heads) ** -0.5
             for attention in (layer.self_attn for layer in _body(model).encoder.layers)
         )
 
-    @staticmethod
-    def check_inputs(model: Any) -> list[tuple[Any, ...]]:
+    @classmethod
+    def check_inputs(cls, model: Any) -> list[tuple[Any, ...]]:
         """Captions of several lengths, each with an end token."""
         tokens = fixed_tokens((3, _CHECK_LENGTH), model.config.vocab_size - 1, model)
         end = model.config.eos_token_id

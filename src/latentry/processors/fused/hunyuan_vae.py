@@ -7,6 +7,7 @@ tens of gigabytes that the scores of all pairs take.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import torch
@@ -15,15 +16,12 @@ from torch.nn import functional as F
 from latentry.processors.fused import ops
 from latentry.processors.fused.causal import (
     RMS_NORM_3D,
-    FirstConv,
+    CausalEncoder,
     FrameCache,
-    TemporalChunks,
     conv3d,
     norm_factor,
     pointwise,
-    use_channels_last,
 )
-from latentry.processors.fused.self_check import fixed_noise, vae_moments
 from latentry.processors.fused.structure import SILU, Absent, Anything, Described, Each, OneOf, conv, matches
 
 _POINTWISE_CONV = conv(3, 1, stride=(1, 1, 1))
@@ -74,18 +72,15 @@ _STRUCTURE = Described(
 )
 
 
-class HunyuanEncoder:
+class HunyuanEncoder(CausalEncoder):
     """``encoder(clips)`` is ``vae.encode(clips)``'s moments, for [B,3,T,H,W] in -1 … 1."""
 
     name: ClassVar[str] = "HunyuanVideo VAE"
+    check_size = (48, 80)
 
     def __init__(self, vae: Any) -> None:
-        self._encoder = vae.encoder
-        widest = 2 * vae.encoder.conv_in.conv.out_channels
-        self._chunks = TemporalChunks(widest, vae.temporal_compression_ratio, vae.dtype.itemsize)
-        self.bytes_needed = self._chunks.bytes_needed
-        self._first = FirstConv(vae.encoder.conv_in.conv)
-        use_channels_last(vae.encoder)
+        conv_in = vae.encoder.conv_in.conv
+        super().__init__(vae, conv_in, widest=2 * conv_in.out_channels, step=vae.temporal_compression_ratio)
 
     @staticmethod
     def supports(vae: Any) -> bool:
@@ -103,24 +98,8 @@ class HunyuanEncoder:
             for group, least, conv in shortcuts
         )
 
-    @staticmethod
-    def check_inputs(vae: Any) -> list[tuple[Any, ...]]:
-        """A single frame, and a clip of two chunks whose latents have odd sides."""
-        return [(fixed_noise((1, 3, frames, 48, 80), vae), 5) for frames in (1, 9)]
-
-    @staticmethod
-    def reference(vae: Any, clips: torch.Tensor, max_frames: int | None = None) -> torch.Tensor:
-        return vae_moments(vae, clips)
-
-    def __call__(self, clips: torch.Tensor, max_frames: int | None = None) -> torch.Tensor:
-        """Encode, in chunks of at most ``max_frames``; None leaves their length to the memory."""
-        return torch.stack(
-            [self._encode(clip.permute(1, 2, 3, 0).contiguous(), max_frames) for clip in clips]
-        )
-
-    def _encode(self, clip: torch.Tensor, max_frames: int | None) -> torch.Tensor:
+    def _encode(self, chunks: Iterator[torch.Tensor]) -> torch.Tensor:
         encoder, frame_cache = self._encoder, FrameCache()
-        chunks = self._chunks.split(clip, max_frames)
         x = torch.cat([self._encode_chunk(chunk, frame_cache) for chunk in chunks])
         frame_cache = FrameCache()
         x = _residual(x, encoder.mid_block.resnets[0], frame_cache)

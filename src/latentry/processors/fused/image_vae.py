@@ -96,8 +96,8 @@ class ImageEncoder:
         """Whether the VAE has plain convolutional blocks, and attention with one head in the middle."""
         return matches(vae, _STRUCTURE)
 
-    @staticmethod
-    def check_inputs(vae: Any) -> list[tuple[Any, ...]]:
+    @classmethod
+    def check_inputs(cls, vae: Any) -> list[tuple[Any, ...]]:
         """Two images whose latents have odd sides."""
         return [(fixed_noise((2, 3, 40, 56), vae),)]
 

@@ -42,8 +42,8 @@ class FusedEncoder(Protocol):
     def supports(model: Any) -> bool:
         """Whether the model has the structure that this encoder knows."""
 
-    @staticmethod
-    def check_inputs(model: Any) -> list[tuple[Any, ...]]:
+    @classmethod
+    def check_inputs(cls, model: Any) -> list[tuple[Any, ...]]:
         """Arguments for the check: small, the same every time, and chosen to reach every branch of the encoder."""
 
     @staticmethod
@@ -67,11 +67,13 @@ def checked_encoder(family: type[Encoder], model: Any) -> Encoder | None:
         family: The class of the fused encoder.
         model: The loaded model, on the device and in the dtype of the run.
     """
-    if not family.supports(model):
-        logger.info("there is no fused encoder for this %s; its own modules encode, more slowly", family.name)
-        return None
     strides = {name: parameter.stride() for name, parameter in model.named_parameters()}
     try:
+        if not family.supports(model):
+            logger.info(
+                "there is no fused encoder for this %s; its own modules encode, more slowly", family.name
+            )
+            return None
         inputs = family.check_inputs(model)
         references = _references(family, model, inputs)
         # Not in inference mode: the encoder may replace weights by copies in another memory layout.

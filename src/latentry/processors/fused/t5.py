@@ -98,8 +98,8 @@ class T5Encoder:
             )
         )
 
-    @staticmethod
-    def check_inputs(model: Any) -> list[tuple[Any, ...]]:
+    @classmethod
+    def check_inputs(cls, model: Any) -> list[tuple[Any, ...]]:
         """The same tokens without a mask, and with masks of several lengths."""
         tokens = fixed_tokens((3, _CHECK_LENGTH), model.config.vocab_size, model)
         lengths = torch.tensor([[_CHECK_LENGTH], [17], [1]], device=model.device)

@@ -6,6 +6,7 @@ of four frames, after a first frame, give the same numbers. Here they are as lon
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import torch
@@ -16,17 +17,14 @@ from latentry.processors.fused import ops
 from latentry.processors.fused.causal import (
     RMS_NORM_2D,
     RMS_NORM_3D,
-    FirstConv,
+    CausalEncoder,
     FrameCache,
-    TemporalChunks,
     conv2d,
     conv3d,
     fold_time,
     norm_factor,
     pointwise,
-    use_channels_last,
 )
-from latentry.processors.fused.self_check import fixed_noise, vae_moments
 from latentry.processors.fused.structure import (
     DROPOUT,
     SILU,
@@ -92,19 +90,16 @@ _STRUCTURE = Described(
 )
 
 
-class WanEncoder:
+class WanEncoder(CausalEncoder):
     """``encoder(clips)`` is ``vae.encode(clips)``'s moments, for [B,3,T,H,W] in -1 … 1."""
 
     name: ClassVar[str] = "Wan VAE"
+    check_size = (40, 56)
 
     def __init__(self, vae: Any) -> None:
-        self._encoder = vae.encoder
+        conv_in = vae.encoder.conv_in
+        super().__init__(vae, conv_in, widest=3 * conv_in.out_channels, step=4)
         self._quant_conv = vae.quant_conv
-        widest = 3 * vae.encoder.conv_in.out_channels
-        self._chunks = TemporalChunks(widest, step=4, value_bytes=vae.dtype.itemsize)
-        self.bytes_needed = self._chunks.bytes_needed
-        self._first = FirstConv(vae.encoder.conv_in)
-        use_channels_last(vae.encoder)
         self._folded = {
             id(layer): fold_time(layer.weight)
             for layer in vae.encoder.modules()
@@ -116,24 +111,9 @@ class WanEncoder:
         """Whether this is Wan 2.1's VAE. Wan 2.2's has other blocks, and cuts frames into patches."""
         return matches(vae, _STRUCTURE) and getattr(vae.config, "patch_size", None) is None
 
-    @staticmethod
-    def check_inputs(vae: Any) -> list[tuple[Any, ...]]:
-        """A single frame, and a clip of two chunks whose latents have odd sides."""
-        return [(fixed_noise((1, 3, frames, 40, 56), vae), 5) for frames in (1, 9)]
-
-    @staticmethod
-    def reference(vae: Any, clips: torch.Tensor, max_frames: int | None = None) -> torch.Tensor:
-        return vae_moments(vae, clips)
-
-    def __call__(self, clips: torch.Tensor, max_frames: int | None = None) -> torch.Tensor:
-        """Encode, in chunks of at most ``max_frames``; None leaves their length to the memory."""
-        return torch.stack(
-            [self._encode(clip.permute(1, 2, 3, 0).contiguous(), max_frames) for clip in clips]
-        )
-
-    def _encode(self, clip: torch.Tensor, max_frames: int | None) -> torch.Tensor:
+    def _encode(self, chunks: Iterator[torch.Tensor]) -> torch.Tensor:
         frame_cache = FrameCache()
-        parts = [self._encode_chunk(chunk, frame_cache) for chunk in self._chunks.split(clip, max_frames)]
+        parts = [self._encode_chunk(chunk, frame_cache) for chunk in chunks]
         return pointwise(torch.cat(parts), self._quant_conv).permute(3, 0, 1, 2)
 
     def _encode_chunk(self, x: torch.Tensor, frame_cache: FrameCache) -> torch.Tensor:

@@ -1,0 +1,95 @@
+"""Opening images with Pillow under a pixel limit of our own.
+
+``Image.open`` checks sizes against ``Image.MAX_IMAGE_PIXELS``. That global belongs to the application: setting it
+would change the limit for every other thread and library, and depending on it would make our results depend on
+them. Here the plugins that are registered with Pillow are called directly and sizes are checked by us. A few
+plugins also read the global limit themselves, WebP's among them; those run with our check in its place.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import struct
+from collections.abc import Callable
+from types import FunctionType
+from typing import IO, Any
+
+from PIL import Image, UnidentifiedImageError
+
+from latentry.errors import MediaError
+
+MAX_PIXELS = 1 << 29
+"""Half a gigapixel. A larger image is treated as a decompression bomb."""
+_PILLOW_CHECK = "_decompression_bomb_check"
+
+
+def check_num_pixels(width: int, height: int) -> None:
+    """Raise a ``MediaError`` if an image of this size is too large to read."""
+    if width * height > MAX_PIXELS:
+        raise MediaError(f"is {width}x{height}; at most {MAX_PIXELS} pixels can be read")
+
+
+def open_with_pillow(file: IO[bytes], name: str = "") -> Image.Image:
+    """``Image.open`` for an open file, with our pixel limit instead of the global one.
+
+    Args:
+        file: A seekable file or buffer. It must stay open while the image is in use.
+        name: Its path, where it has one.
+
+    Raises:
+        UnidentifiedImageError: The content is not an image, or its format is unknown.
+        MediaError: The image has more than ``MAX_PIXELS`` pixels.
+    """
+    file.seek(0)
+    prefix = file.read(16)
+    tried: set[str] = set()
+    unsupported = None
+    for load_plugins in (Image.preinit, Image.init):  # the common formats first: loading all of them is slow
+        load_plugins()
+        for format_name in [name for name in Image.ID if name not in tried]:
+            tried.add(format_name)
+            opener, accepts = Image.OPEN[format_name]
+            try:
+                accepted = accepts is None or accepts(prefix)
+                if isinstance(accepted, str):
+                    unsupported = accepted
+                elif accepted:
+                    file.seek(0)
+                    image: Image.Image = _with_our_limit(opener)(file, name)
+                    check_num_pixels(*image.size)
+                    return image
+            except (SyntaxError, IndexError, TypeError, struct.error):
+                continue  # how plugins say that a file is not theirs
+    if unsupported is not None:
+        raise ValueError(unsupported)
+    raise UnidentifiedImageError("no plugin accepts the file")
+
+
+class _LimitedImageModule:
+    """``PIL.Image`` as a plugin sees it, except that the size check is ours."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(Image, name)
+
+    @staticmethod
+    def _decompression_bomb_check(size: tuple[int, int], **_: Any) -> None:
+        check_num_pixels(*size)
+
+
+@functools.cache
+def _with_our_limit(opener: Callable[..., Any]) -> Callable[..., Any]:
+    """A plugin's opener; if it is a class that reads Pillow's limit, a subclass that reads ours.
+
+    The methods in question are copied with another ``Image`` among their globals. Pillow itself is not changed.
+    """
+    if not isinstance(opener, type):
+        return opener
+    methods = {}
+    for name, method in inspect.getmembers(opener, inspect.isfunction):
+        if {_PILLOW_CHECK, "Image"} <= set(method.__code__.co_names):
+            scope = {**method.__globals__, "Image": _LimitedImageModule()}
+            copy = FunctionType(method.__code__, scope, name, method.__defaults__, method.__closure__)
+            copy.__kwdefaults__ = method.__kwdefaults__
+            methods[name] = copy
+    return type(opener)(opener.__name__, (opener,), methods) if methods else opener
