@@ -67,6 +67,28 @@ def test_every_folder_is_described(page):
         assert re.search(rf"(?<![\w/]){re.escape(name)}", text), f"{page} does not describe {name}"
 
 
+def test_names_on_the_architecture_page_exist():
+    """The page and its drawing name classes and files as the code does."""
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    drawing = (ROOT / "docs" / "architecture.svg").read_text(encoding="utf-8")
+    code = "\n".join(path.read_text(encoding="utf-8") for path in SOURCE.rglob("*.py"))
+    in_code = set(re.findall(r"^(?:class )?([A-Z]\w+)\b(?=[(:]| = )", code, flags=re.M))
+    named = re.findall(r"`([A-Z][a-z]+[A-Z]\w+|Recipe|Plan|Crop|Commit|Row|Columns|Caption|Task)\b", page)
+    named += re.findall(r"\b([A-Z][a-z]+[A-Z]\w+)\b", " ".join(re.findall(r'class="type">([^<]+)<', drawing)))
+    assert len(named) > 20
+    assert set(named) <= in_code, f"not in the code: {sorted(set(named) - in_code)}"
+    files = re.findall(r"`((?:\w+/)+(?:\w+\.py)?)`", page)
+    files += re.findall(r"[\w/]+(?:\.py|/)", " ".join(re.findall(r'class="code">([^<]+)<', drawing)))
+    assert len(files) > 20
+    for file in files:
+        assert (
+            (SOURCE / file).exists()
+            or (ROOT / file).exists()
+            or (SOURCE / "cache" / file).exists()
+            or (SOURCE / "processors" / file).exists()
+        ), file
+
+
 def test_every_flag_is_described():
     from latentry.cli.arguments import build_parser
 
