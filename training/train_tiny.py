@@ -3,7 +3,7 @@
     python training/train_tiny.py PHOTOS tiny_autoencoder.safetensors --held_out OTHER_PHOTOS
 
 The training data are random crops at random scales, flipped at random, and the loss is the squared error. A little noise
-on the latents makes similar latents decode to similar images. ``docs/tiny.md`` lists the photographs that the shipped
+on the latents makes similar latents decode to similar images. ``docs/explanation/tiny.md`` lists the photographs that the shipped
 weights were trained on, and the quality on others.
 """
 

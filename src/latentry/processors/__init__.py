@@ -1,7 +1,7 @@
 """Model families: their encoders, their normalisation, their latent layout.
 
 ``PROCESSORS`` is a plain dictionary of names to import paths. A family's module is imported when it is used, and its
-heavy packages when its model is loaded. ``docs/adding-a-processor.md`` shows how to add one.
+heavy packages when its model is loaded. ``docs/how-to/add-a-processor.md`` shows how to add one.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 TOLERANCE: Mapping[torch.dtype, float] = {torch.float32: 1e-4, torch.float16: 0.02, torch.bfloat16: 0.08}
 """The largest allowed relative RMS error. Intact encoders of full depth measure up to 6e-6 in float32 and 0.024 in
-bfloat16 (``docs/adding-a-processor.md``). Encoders that leave out biases, a gate or a mask measure 0.1 to 1."""
+bfloat16 (``docs/how-to/add-a-processor.md``). Encoders that leave out biases, a gate or a mask measure 0.1 to 1."""
 TF32_TOLERANCE = TOLERANCE[torch.float16]
 """For float32 on a GPU: there convolutions run in TF32 by default, which has as many mantissa bits as float16."""
 MAXIMUM_FACTOR = 2
