@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,13 +30,30 @@ class BucketShape:
         return self.width * self.height
 
 
-Bucket: TypeAlias = "tuple[int, int, int | None]"
-"""Width, height and, for video, the number of frames. All samples of a batch share them."""
+class Bucket(NamedTuple):
+    """The shape that a sample is cut to. All samples of a batch share it."""
 
+    width: int
+    """In pixels."""
+    height: int
+    """In pixels."""
+    num_frames: int | None = None
+    """None for images."""
 
-def bucket_name(bucket: Bucket) -> str:
-    """``832x480``, or ``832x480x81`` with frames."""
-    return "x".join(str(part) for part in bucket if part is not None)
+    @property
+    def resolution(self) -> tuple[int, int]:
+        """(width, height)."""
+        return self.width, self.height
+
+    @property
+    def name(self) -> str:
+        """``832x480``, or ``832x480x81`` with frames."""
+        return "x".join(str(part) for part in self if part is not None)
+
+    @property
+    def folder(self) -> str:
+        """The name of the bucket's folder in a cache, such as ``832x480``."""
+        return f"{self.width}x{self.height}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,10 +88,7 @@ class PlannedSample:
     """As displayed."""
     bucket_id: int | None
     """None if the user fixed the size instead of choosing buckets."""
-    bucket: tuple[int, int]
-    """Width and height of the bucket."""
-    num_frames: int | None = None
-    """None for images."""
+    bucket: Bucket
     number: int = 0
     """The number of this sample among those of its file, from 0."""
     num_samples: int = 1

@@ -21,10 +21,12 @@ from latentry.media.reader import ImageReader
 def test_encoded_captions_are_released_after_use(monkeypatch):
     from latentry.encode.caption_batches import CaptionBatches
     from latentry.processors.tiny import TinyProcessor
-    from latentry.types import Caption, PlannedSample, SourceFile
+    from latentry.types import Bucket, Caption, PlannedSample, SourceFile
 
     samples = [
-        PlannedSample(SourceFile(f"{i}.jpg", 1, 1), Caption(f"number {i % 40}", "txt"), 64, 64, 0, (64, 64))
+        PlannedSample(
+            SourceFile(f"{i}.jpg", 1, 1), Caption(f"number {i % 40}", "txt"), 64, 64, 0, Bucket(64, 64)
+        )
         for i in range(80)
     ]
     monkeypatch.setattr("latentry.encode.caption_batches._SMALL_BYTES", 64)

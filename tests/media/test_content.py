@@ -18,7 +18,7 @@ from latentry.media.reader import ImageReader, VideoOptions, VideoReader
 from latentry.media.videos import read_frames, read_timeline
 from latentry.storage import content_digest
 from latentry.testing import assert_same_cache, make_counter_clip, read_counter
-from latentry.types import Caption, PlannedSample, SourceFile
+from latentry.types import Bucket, Caption, PlannedSample, SourceFile
 
 VIDEOS = VideoReader(VideoOptions(target_frames=5), "center", frame_step=4)
 IMAGES = ImageReader("center")
@@ -28,7 +28,7 @@ def planned(path: Path, reader, bucket=(96, 64)) -> PlannedSample:
     found = reader.probe(path)
     file = SourceFile(path.name, path.stat().st_size, path.stat().st_mtime_ns)
     return PlannedSample(
-        file, Caption("", "file name"), found.width, found.height, None, bucket, found.num_frames
+        file, Caption("", "file name"), found.width, found.height, None, Bucket(*bucket, found.num_frames)
     )
 
 

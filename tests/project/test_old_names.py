@@ -24,7 +24,7 @@ OLD = {
                       "recipe_fingerprint"],
     "latentry.preparation": ["Progress", "prepare"],
     "latentry.records": ["Bucket", "BucketShape", "Caption", "Commit", "Failure", "PlannedSample", "ProcessorInfo",
-                         "SourceFile", "Task", "bucket_name"],
+                         "SourceFile", "Task"],
     "latentry.sampler": ["SequentialBucketSampler"],
     "latentry.verification": ["Problem", "VerifyResult", "verify_cache"],
     "latentry.cache.files": ["load_cache_file"],

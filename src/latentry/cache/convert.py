@@ -40,6 +40,7 @@ from latentry.cache.write.task_writer import WriterThreads, task_writer
 from latentry.cache.write.workspace import Workspace
 from latentry.errors import CacheFileError, ConfigError, MetadataError, RunError
 from latentry.storage import content_digest
+from latentry.types import Bucket
 
 _NUM_WRITER_THREADS = 4
 _DEFAULT_SHARD_SIZE = 10_000
@@ -143,7 +144,7 @@ class _OldCache:
     def __len__(self) -> int:
         return len(self._index)
 
-    def tasks(self) -> Iterator[tuple[str, tuple[int, int], list[int]]]:
+    def tasks(self) -> Iterator[tuple[str, Bucket, list[int]]]:
         """(task id, bucket, row numbers): rows of one bucket, as many as fill a shard."""
         groups: Sequence[Iterable[int]] = self._index.rows_by_shape()
         for shape, numbers in zip(self._index.shapes, groups, strict=True):
@@ -155,7 +156,7 @@ class _OldCache:
                 part = rows[start : start + size]
                 text = f"{self.signature} {self._output_format} {shape} {start} {size}"
                 task_id = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
-                yield task_id, (shape.width, shape.height), part
+                yield task_id, Bucket(shape.width, shape.height, shape.num_frames), part
 
     def check_names(self) -> None:
         """Raise an error if two samples would get the same file."""
@@ -193,7 +194,9 @@ class _OldCache:
             row = row_from_dict({**written, "cache_file": ""})
         except msgspec.ValidationError as error:
             raise MetadataError(f"{self._cache_dir}, row {number}: {error}") from None
-        return msgspec.structs.replace(row, bucket_resolution=row.bucket, file_bytes=-1, file_digest="")
+        return msgspec.structs.replace(
+            row, bucket_resolution=row.bucket.resolution, file_bytes=-1, file_digest=""
+        )
 
     def _name(self, number: int) -> str:
         if isinstance(self._index, PackedIndex):

@@ -18,6 +18,7 @@ from msgspec import UNSET, UnsetType
 from latentry.cache.packed_format import PACKED_VERSION, PackedEntry, PackedHeader
 from latentry.errors import CacheNotFoundError, MetadataError
 from latentry.storage import path_inside
+from latentry.types import Bucket
 
 FORMAT_VERSION = 1
 METADATA_NAME = "metadata.json"
@@ -83,12 +84,12 @@ class Row(IndexRow, kw_only=True, omit_defaults=True):
     """Keys that Latentry does not know."""
 
     @property
-    def bucket(self) -> tuple[int, int]:
-        """(width, height). Raises ``MetadataError`` if the row has none."""
+    def bucket(self) -> Bucket:
+        """The sample's bucket. Raises ``MetadataError`` if the row has none."""
         found = self.bucket_resolution or self.crop_resolution
         if found is None:
             raise MetadataError(f"the row of {self.cache_file} has no bucket_resolution")
-        return found
+        return Bucket(*found, self.num_frames)
 
     @property
     def media_path(self) -> str | None:
@@ -100,7 +101,7 @@ class Row(IndexRow, kw_only=True, omit_defaults=True):
         """The files that hold the sample's data, relative to the cache."""
         if self.packed is not None:
             return tuple(location.file for location in self.packed.locations.values())
-        return (relative_path(self.bucket, self.cache_file),)
+        return (relative_path(self.bucket.resolution, self.cache_file),)
 
     def to_dict(self) -> Json:
         """The row as it is written, its keys in the documented order."""

@@ -179,7 +179,7 @@ class _Checker:
             expected = (row.num_frames - 1) // self._frame_step + 1
             if latents.shape[2] != expected:
                 yield f"video_latents have {latents.shape[2]} frames; {row.num_frames} frames make {expected}"
-        width, height = row.bucket
+        width, height = row.bucket.resolution
         frame = data.get("first_frame")
         if frame is not None and list(frame.shape) != [height, width, 3]:
             yield f"first_frame has shape {list(frame.shape)}; the bucket is {width}x{height}"

@@ -54,7 +54,6 @@ def _planned(row: Row) -> PlannedSample:
         height=height,
         bucket_id=row.bucket_id if isinstance(row.bucket_id, int) else None,
         bucket=row.bucket,
-        num_frames=row.num_frames,
         number=row.frame_index or 0,
         num_samples=row.total_frames_extracted or 1,
     )

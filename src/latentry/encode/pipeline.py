@@ -119,7 +119,7 @@ class TaskRunner:
         stem = hashlib.blake2b(f"{task.id} {self._fingerprint}".encode(), digest_size=16).hexdigest()
         return RunningTask(
             task,
-            task_writer(self._output, self._recipe.output_format, task.bucket[:2], stem, writers),
+            task_writer(self._output, self._recipe.output_format, task.bucket, stem, writers),
             self._encoder.caption_batches(task.samples),
             self._batch_size or self._encoder.batch_size(task.bucket),
         )

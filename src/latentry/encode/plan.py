@@ -33,7 +33,6 @@ from latentry.types import (
     ProcessorInfo,
     SourceFile,
     Task,
-    bucket_name,
 )
 
 _MAX_TASK_SIZE = 8192
@@ -74,8 +73,7 @@ def count_buckets(rows: Iterable[Row], more: Mapping[Bucket, int] | None = None)
     """Rows per bucket, smallest bucket first; ``more`` is added."""
     counts: Counter[Bucket] = Counter(more or {})
     for row in rows:
-        bucket: Bucket = (*row.bucket, row.num_frames)
-        counts[bucket] += 1
+        counts[row.bucket] += 1
     return dict(sorted(counts.items(), key=lambda item: _bucket_rank(item[0])))
 
 
@@ -220,9 +218,16 @@ def _probe(
     buckets = choose_buckets([(extent.width, extent.height) for *_, extent in readable])
     samples = [
         PlannedSample(
-            file, caption, extent.width, extent.height, *bucket, extent.num_frames, number, extent.num_samples
+            file,
+            caption,
+            width=extent.width,
+            height=extent.height,
+            bucket_id=bucket_id,
+            bucket=Bucket(*resolution, extent.num_frames),
+            number=number,
+            num_samples=extent.num_samples,
         )
-        for (file, caption, extent), bucket in zip(readable, buckets, strict=True)
+        for (file, caption, extent), (bucket_id, resolution) in zip(readable, buckets, strict=True)
         for number in range(extent.num_samples)
     ]
     return samples, skipped
@@ -258,11 +263,11 @@ def _cut(
     """Tasks of one bucket each. Samples that failed before come last, in tasks without others: they shift no batch."""
     groups: dict[tuple[bool, Bucket], list[PlannedSample]] = defaultdict(list)
     for sample in samples:
-        groups[sample.name in failed_before, (*sample.bucket, sample.num_frames)].append(sample)
+        groups[sample.name in failed_before, sample.bucket].append(sample)
     for again, bucket in sorted(groups, key=lambda key: (key[0], _bucket_rank(key[1]))):
         group = groups[again, bucket]
         size = task_size(bucket)
         for start in range(0, len(group), size):
             part = tuple(group[start : start + size])
-            text = "\n".join([bucket_name(bucket), *(f"{s.name} {s.file} {s.caption}" for s in part)])
+            text = "\n".join([bucket.name, *(f"{s.name} {s.file} {s.caption}" for s in part)])
             yield Task(hashlib.blake2b(text.encode(), digest_size=8).hexdigest(), bucket, part, again)

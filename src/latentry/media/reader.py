@@ -90,7 +90,9 @@ class ImageReader:
         height, width = pixels.shape[:2]
         if (width, height) != (sample.width, sample.height):
             raise MediaError(f"is {width}x{height}, but was {sample.width}x{sample.height} when planned")
-        return [Crop(*fit_to_bucket(pixels, sample.bucket, self.crop_mode, seed, self.resize_mode))]
+        return [
+            Crop(*fit_to_bucket(pixels, sample.bucket.resolution, self.crop_mode, seed, self.resize_mode))
+        ]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -171,16 +173,19 @@ class VideoReader:
 
     def read(self, file: MediaFile, samples: Sequence[PlannedSample], seed: int) -> list[Crop]:
         timeline = read_timeline(file)
-        bucket, count = samples[0].bucket, samples[0].num_frames or 1
-        if count * bucket[0] * bucket[1] * 3 > _MAX_CLIP_BYTES:
+        bucket = samples[0].bucket
+        count = bucket.num_frames or 1
+        if count * bucket.width * bucket.height * 3 > _MAX_CLIP_BYTES:
             raise MediaError(
-                f"gives {count} frames of {bucket[0]}x{bucket[1]}, which do not fit in "
+                f"gives {count} frames of {bucket.folder}, which do not fit in "
                 f"{_MAX_CLIP_BYTES >> 30} GB of memory; set target_frames"
             )
         offsets: list[tuple[int, int]] = []
 
         def keep(frame: Pixels) -> torch.Tensor:
-            window, offset = fit_to_bucket(frame, bucket, self.crop_mode, seed, self.options.resize_mode)
+            window, offset = fit_to_bucket(
+                frame, bucket.resolution, self.crop_mode, seed, self.options.resize_mode
+            )
             offsets.append(offset)
             return window
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from latentry.types import Bucket, Failure, bucket_name
+from latentry.types import Bucket, Failure
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -68,7 +68,7 @@ class PrepareResult:
             "removed": self.num_removed,
             "failed": len(self.failures),
             "failures": [{"name": failure.name, "reason": failure.reason} for failure in self.failures],
-            "buckets": {bucket_name(bucket): count for bucket, count in self.buckets.items()},
+            "buckets": {bucket.name: count for bucket, count in self.buckets.items()},
             "captions": dict(self.captions),
             "caption_problems": dict(self.caption_problems),
             "devices": list(self.devices),

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from latentry.report.summary import PrepareResult
-from latentry.types import Bucket, bucket_name
+from latentry.types import Bucket
 
 _NUM_WORST_SHOWN = 5
 _NUM_FAILURES_SHOWN = 10
@@ -53,7 +53,7 @@ def _bucket_table(result: PrepareResult) -> Table:
     if psnr_by_bucket:
         table.add_column("mean PSNR", justify="right")
     for bucket, count in result.buckets.items():
-        cells = [bucket_name(bucket), str(count)]
+        cells = [bucket.name, str(count)]
         if psnr_by_bucket:
             values = psnr_by_bucket.get(bucket)
             cells.append(f"{sum(values) / len(values):.1f} dB" if values else "-")

@@ -17,6 +17,7 @@ from latentry.cache.format import PACKED, Row
 from latentry.cache.write.file_writer import FileWriter
 from latentry.cache.write.packed_writer import PackedWriter
 from latentry.cache.write.sample_data import SampleData
+from latentry.types import Bucket
 
 
 class TaskWriter(Protocol):
@@ -59,10 +60,9 @@ class WriterThreads:
 
 
 def task_writer(
-    output: Path, output_format: str, bucket: tuple[int, int], stem: str, threads: WriterThreads
+    output: Path, output_format: str, bucket: Bucket, stem: str, threads: WriterThreads
 ) -> TaskWriter:
     """A writer for one task. All its samples have the same bucket; ``stem`` begins the names of its shards."""
-    folder = f"{bucket[0]}x{bucket[1]}"
     if output_format == PACKED:
-        return PackedWriter(output, folder, stem, threads.single)
-    return FileWriter(output / folder, output_format, threads.many)
+        return PackedWriter(output, bucket.folder, stem, threads.single)
+    return FileWriter(output / bucket.folder, output_format, threads.many)
