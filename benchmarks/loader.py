@@ -1,13 +1,13 @@
-"""Serving FLUX 1024p samples from a warm disk cache, in random order: raw reads, this loader, the usual way.
+"""Serves FLUX 1024p samples from a warm page cache, in random order: raw reads, this loader, the usual way.
 
     python benchmarks/loader.py [--samples 256] [--batch_size 8] [--workers 2] [--rounds 3] [--folder /tmp]
 
-A sample is a latent of 16x128x128 float16 and text of 512x4096 bfloat16 (with its pooled vector): 4.7 MB. "raw" is
-``preadv`` of a packed cache's bytes into the same buffers again and again, nothing else. "usual" is a ``torch.load``
-for each sample and a ``torch.stack`` for each batch under PyTorch's own loader. Every way reads the whole cache twice
-before it is timed, so that checksums, which are looked at once, have been; the first epoch is timed as well. Each has a
-process of its own, and they take turns: what one leaves behind in memory is nothing to the others, and a machine that
-grows slower is so for all.
+A sample is a latent of 16x128x128 float16 and text of 512x4096 bfloat16 (with its pooled vector): 4.7 MB. "raw" only
+calls ``preadv`` on a packed cache, into the same buffers again and again. "usual" calls ``torch.load`` for each sample
+and ``torch.stack`` for each batch, under PyTorch's own loader. Each way reads the whole cache twice before it is timed,
+because checksums are compared only once; the first epoch is timed separately. Each way runs in its own process, so
+that memory it leaves behind does not affect the others. The ways take turns, so that a machine that slows down slows
+all of them.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ WAYS = ("raw", "packed", "files", "usual", "packed workers", "files workers", "u
 
 
 def write_cache(folder: Path, count: int) -> None:
-    """A cache of files, as NeMo AutoModel's tool writes them."""
+    """Write a cache with one file per sample, as NeMo AutoModel's tool does."""
     (folder / "1024x1024").mkdir(parents=True)
     rows = []
     for i in range(count):
@@ -127,7 +127,7 @@ def measure(epoch: Callable[[], int]) -> dict[str, float]:
 
 
 def epochs_of(way: str, folder: Path, batch_size: int, workers: int) -> Callable[[], int]:
-    """What reads the whole cache once, in this way."""
+    """A function that reads the whole cache once, in this way."""
     form, _, with_workers = way.partition(" ")
     workers = workers if with_workers else 0
     if form == "raw":

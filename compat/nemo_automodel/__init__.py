@@ -1,5 +1,5 @@
 """Latentry at the import paths that NeMo AutoModel documents for its diffusion data tools.
 
-Only an editable install puts these thin modules on the path, behind whatever is installed: where
-NeMo AutoModel itself is present, it is found first.
+Only an editable install puts these thin modules on the path, after the installed packages: if NeMo AutoModel itself
+is installed, Python finds it first.
 """

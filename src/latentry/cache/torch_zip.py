@@ -19,11 +19,14 @@ ENTRY_CHECKSUM = 16
 DESCRIPTOR_MARK = b"PK\x07\x08"
 """Begins the data descriptor that follows a record's bytes; the record's CRC-32 comes next."""
 
-_END = struct.Struct("<4s4H2IH")
+_END = struct.Struct("<4s6xH2IH")
+"""Mark, number of entries, size and offset of the directory, length of the comment."""
 _END_MARK = b"PK\x05\x06"
-_ENTRY = struct.Struct("<4s6H3I5H2I")
+_ENTRY = struct.Struct("<4s6xH8x2I3H8xI")
+"""Mark, compression, packed size, size, lengths of name, extra field and comment, offset of the local header."""
 _ENTRY_MARK = b"PK\x01\x02"
-_HEADER = struct.Struct("<4s5H3I2H")
+_HEADER = struct.Struct("<4s22x2H")
+"""Mark, lengths of name and extra field."""
 _HEADER_MARK = b"PK\x03\x04"
 _STORED = 0
 
@@ -54,20 +57,23 @@ def read_entries(read: Read, size_bytes: int) -> dict[str, ZipEntry]:
     339
     """
     try:
-        mark, *_, num_entries, length, start, comment = _END.unpack(read(_END.size, size_bytes - _END.size))
+        mark, num_entries, length, start, comment = _END.unpack(read(_END.size, size_bytes - _END.size))
         if mark != _END_MARK or comment:
             raise UnknownArchive("it does not end with a ZIP directory")
         directory = read(length, start)
         entries = {}
         position = 0
         for _ in range(num_entries):
-            fields = _ENTRY.unpack_from(directory, position)
-            begin = position + _ENTRY.size
-            name = directory[begin : begin + fields[10]].decode().partition("/")[2]
-            if fields[0] != _ENTRY_MARK or fields[4] != _STORED or fields[8] != fields[9]:
+            mark, compression, packed, num_bytes, name_len, extra_len, comment_len, header = (
+                _ENTRY.unpack_from(directory, position)
+            )
+            name_start = position + _ENTRY.size
+            name_end = name_start + name_len
+            name = directory[name_start:name_end].decode().partition("/")[2]
+            if mark != _ENTRY_MARK or compression != _STORED or packed != num_bytes:
                 raise UnknownArchive(f"{name!r} is compressed or damaged")
-            entries[name] = ZipEntry(name, start + position, fields[16], fields[9], fields[4])
-            position = begin + fields[10] + fields[11] + fields[12]
+            entries[name] = ZipEntry(name, start + position, header, num_bytes, compression)
+            position = name_end + extra_len + comment_len
     except (struct.error, UnicodeDecodeError) as error:
         raise UnknownArchive(str(error)) from None
     if position != length or len(entries) != num_entries:
@@ -78,9 +84,9 @@ def read_entries(read: Read, size_bytes: int) -> dict[str, ZipEntry]:
 def content_offset(read: Read, entry: ZipEntry) -> int:
     """Where the record's bytes begin."""
     try:
-        fields = _HEADER.unpack(read(_HEADER.size, entry.header_offset))
+        mark, name_len, extra_len = _HEADER.unpack(read(_HEADER.size, entry.header_offset))
     except struct.error as error:
         raise UnknownArchive(str(error)) from None
-    if fields[0] != _HEADER_MARK:
+    if mark != _HEADER_MARK:
         raise UnknownArchive(f"{entry.name!r} has no header where the directory says")
-    return entry.header_offset + _HEADER.size + int(fields[9]) + int(fields[10])
+    return entry.header_offset + _HEADER.size + int(name_len) + int(extra_len)

@@ -1,1 +1,1 @@
-""""""
+"""Serving a cache to a trainer: order, sampler, datasets, loader."""

@@ -155,16 +155,17 @@ class LatentDataLoader(AccelerateHooks, DataLoader[Any]):
 
         PyTorch's own iterators draw seeds from the global generator, so a resumed run would see other noise.
         """
+        read = self._reader()
         if not self.num_workers:
             for step in iteration.steps:
-                yield self._batch(iteration.indices(step))
+                yield read(iteration.indices(step))
             return
         max_waiting = self.num_workers * (self.prefetch_factor or 1)
         waiting: deque[Future[Batch]] = deque()
         with ThreadPoolExecutor(self.num_workers, thread_name_prefix="latentry") as pool:
             try:
                 for step in iteration.steps:
-                    waiting.append(pool.submit(self._batch, iteration.indices(step)))
+                    waiting.append(pool.submit(read, iteration.indices(step)))
                     if len(waiting) > max_waiting:
                         yield waiting.popleft().result()
                 while waiting:
@@ -172,18 +173,15 @@ class LatentDataLoader(AccelerateHooks, DataLoader[Any]):
             finally:
                 pool.shutdown(wait=False, cancel_futures=True)
 
-    def _batch(self, indices: Sequence[int]) -> Batch:
+    def _reader(self) -> Callable[[Sequence[int]], Batch]:
+        """The function that reads and collates a batch."""
         dataset: Any = self.dataset
+        collate: Callable[[Any], Batch] = self.collate_fn
         if dataset.has_own_items:
-            items = dataset.__getitems__(indices)
-        else:
-            columns = dataset.read_batch(indices, self._resources)
-            if self.collate_fn == dataset.collate_items:
-                collated: Batch = dataset.collate(columns)
-                return collated
-            items = columns.items()
-        batch: Batch = self.collate_fn(items)
-        return batch
+            return lambda indices: collate(dataset.__getitems__(indices))
+        if collate == dataset.collate_items:
+            return lambda indices: dataset.collate(dataset.read_batch(indices, self._resources))
+        return lambda indices: collate(dataset.read_batch(indices, self._resources).items())
 
     def set_epoch(self, epoch: int) -> None:
         """Use this epoch's shuffle, from its beginning.

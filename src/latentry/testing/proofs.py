@@ -1,4 +1,4 @@
-"""Properties to prove of any configuration: it resumes, it makes the same cache again."""
+"""Properties to check for any configuration: a loader resumes exactly, two caches are the same."""
 
 from __future__ import annotations
 
@@ -14,9 +14,13 @@ from latentry.serve.loader import LatentDataLoader
 
 
 def assert_resumes(make_loader: Callable[[], LatentDataLoader], stop_after: int) -> None:
-    """An epoch that is stopped after some batches and resumed must equal an undisturbed one.
+    """Check that an epoch that is stopped and resumed equals an undisturbed one, and that the next pass is whole.
 
     >>> assert_resumes(lambda: build_text_to_image_multiresolution_dataloader(cache_dir=cache)[0], 3)
+
+    Args:
+        make_loader: Returns a new loader at every call.
+        stop_after: The number of batches before the stop.
     """
     undisturbed = [_content(batch) for batch in make_loader()]
     first = make_loader()
@@ -27,12 +31,13 @@ def assert_resumes(make_loader: Callable[[], LatentDataLoader], stop_after: int)
             if len(seen) == stop_after:
                 break
     state = json.loads(json.dumps(first.state_dict()))
-    assert state["batches_yielded"] == stop_after, f"{stop_after} batches received, state says {state}"
+    assert state["batches_yielded"] == stop_after, f"{stop_after} batches received, but the state is {state}"
     second = make_loader()
     second.load_state_dict(state)
     assert len(second) == len(undisturbed)
     seen += [_content(batch) for batch in second]
     assert seen == undisturbed, "the resumed epoch differs from the undisturbed one"
+    assert [_content(batch) for batch in second] == undisturbed, "the pass after the resumed one is not whole"
 
 
 def _content(batch: Mapping[str, Any]) -> str:
@@ -48,7 +53,12 @@ def _content(batch: Mapping[str, Any]) -> str:
 
 
 def assert_same_cache(first: Path, second: Path) -> None:
-    """Two caches must hold the same files with the same bytes, but for the folder's own path in their rows."""
+    """Check that two caches have the same files with the same bytes, except for their own paths in rows.
+
+    Args:
+        first: A cache.
+        second: Another cache.
+    """
     names = [
         sorted(p.relative_to(c).as_posix() for p in c.rglob("*") if p.is_file()) for c in (first, second)
     ]

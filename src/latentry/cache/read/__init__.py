@@ -1,1 +1,1 @@
-""""""
+"""Reading a cache: whole samples, or batches by field."""

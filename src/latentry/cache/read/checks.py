@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ class TensorField:
     required: bool = True
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class FileFields:
     """What is served of one kind of cache file."""
 
@@ -37,7 +38,7 @@ class FileFields:
     values: tuple[str, ...]
     """Plain values; some tools store them as tensors."""
 
-    @property
+    @cached_property
     def names(self) -> frozenset[str]:
         """All fields that have to be read."""
         return frozenset([self.latents.name, *(field.name for field in self.text), *self.values])

@@ -1,7 +1,7 @@
-"""One sample's cache file: loaded as plain tensors and values, or refused.
+"""Loads one whole cache file as tensors and plain values, or refuses it.
 
-Foreign bytes are only ever given to safetensors, or to ``torch.load(weights_only=True)``, which runs no
-code of the file's; there is no fallback that would.
+A file is only ever read by safetensors or by ``torch.load(weights_only=True)``. Neither runs code from the file, and
+there is no fallback that would.
 """
 
 from __future__ import annotations
@@ -19,7 +19,15 @@ from latentry.storage import path_inside
 
 
 def load_cache_file(cache_dir: Path, relative: str) -> dict[str, Any]:
-    """The dictionary in the cache's file ``relative``: ``load_cache_file(cache, "512x512/0a1b.meta")``."""
+    """The dictionary in a file of the cache.
+
+    >>> load_cache_file(Path("cache"), "512x512/0a1b.meta")["latent"].shape
+    torch.Size([16, 64, 64])
+
+    Args:
+        cache_dir: The cache.
+        relative: The file's path inside the cache.
+    """
     path = path_inside(cache_dir, relative)
     try:
         if path.suffix == ".safetensors":
@@ -32,9 +40,9 @@ def load_cache_file(cache_dir: Path, relative: str) -> dict[str, Any]:
         raise CacheFileError(f"{path} cannot be read: {error.strerror}") from None
     except pickle.UnpicklingError:
         raise CacheFileError(
-            f"{path} holds more than tensors and plain values, or is no cache file; nothing of it was run"
+            f"{path} holds more than tensors and plain values, or is no cache file; it was not loaded"
         ) from None
-    except Exception as error:  # whatever else parsing foreign bytes leads to is the file's fault
+    except Exception as error:  # the libraries raise many kinds of errors for a damaged file
         reason = str(error).partition("\n")[0]
         raise CacheFileError(f"{path} is truncated or damaged: {reason}") from None
     if not isinstance(data, dict):

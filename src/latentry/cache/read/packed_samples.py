@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from latentry.cache.index.packed_index import PackedIndex
 from latentry.cache.packed_format import PackedEntry, RowLocation, names_of, part_of
@@ -74,16 +74,21 @@ class PackedSamples:
         entries = [self._index.entry(number) for number in numbers]
         names = frozenset(names)
         tensors = self._read_tensors(numbers, entries, names, resources or ReadResources())
+        stored = [
+            entry.dictionary(self._index.row(number), {})
+            for entry, number in zip(entries, numbers, strict=True)
+        ]
+        values: dict[str, list[Any]] = {}
+        for name in names:
+            if not isinstance(tensors.get(name), torch.Tensor):
+                found = [sample.get(name) for sample in stored]
+                if found.count(None) < len(found):
+                    values[name] = found
         folder = str(self._shards.cache_dir)
-        values: dict[str, list[Any]] = {
-            "cache_file": [os.path.join(folder, self._index.relative_file(number)) for number in numbers]
-        }
-        for i, (entry, number) in enumerate(zip(entries, numbers, strict=True)):
-            stored = entry.dictionary(self._index.row(number), {})
-            for name in names.intersection(stored):
-                if name not in values:
-                    values[name] = [None] * len(rows)
-                values[name][i] = stored[name]
+        values["cache_file"] = [
+            f"{folder}/{entry.places['latents'].file}" if "latents" in entry.places else None
+            for entry in entries
+        ]
         return Columns(len(rows), tensors, values, lambda i: self.describe(rows[i]))
 
     def _read_tensors(

@@ -49,10 +49,6 @@ def read_pickle(code: bytes, find_record: Callable[[str], tuple[int, int]]) -> A
     return _Reader(code, find_record).read()
 
 
-class _Mark:
-    """The beginning of some items on the stack."""
-
-
 class _Global(NamedTuple):
     """A name in the pickle. It is compared, never imported."""
 
@@ -65,7 +61,6 @@ class _Storage(NamedTuple):
     count: Any
 
 
-_MARK = _Mark()
 _REBUILD = _Global("torch._utils _rebuild_tensor_v2")
 _ORDERED = _Global("collections OrderedDict")
 _STORAGES = {
@@ -88,6 +83,8 @@ class _Reader:
         self._code = code
         self._find_record = find_record
         self._stack: list[Any] = []
+        self._outer_stacks: list[list[Any]] = []
+        """The stacks below each mark, as Python's own unpickler keeps them."""
         self._memo: dict[int, Any] = {}
 
     def read(self) -> Any:
@@ -137,16 +134,19 @@ class _Reader:
                 stack.append(_Global(code[position:end].decode().replace("\n", " ")))
                 position = end + 1
             elif op == 0x28:  # MARK
-                stack.append(_MARK)
+                self._outer_stacks.append(stack)
+                stack = self._stack = []
             elif op == 0x80:  # PROTO
                 position += 1
             elif op in _CONSTANTS:
                 stack.append(_CONSTANTS[op]())
             elif op == 0x2E:  # STOP
-                (result,) = stack
-                return result
+                if len(stack) != 1 or self._outer_stacks:
+                    raise UnknownPickle
+                return stack[0]
             else:
                 self._combine(op)
+                stack = self._stack
 
     def _combine(self, op: int) -> None:
         stack = self._stack
@@ -154,18 +154,19 @@ class _Reader:
             length = op - 0x84
             stack[-length:] = [tuple(stack[-length:])]
         elif op == 0x74:  # TUPLE
-            stack.append(tuple(self._items()))
+            items = self._pop_to_mark()
+            self._stack.append(tuple(items))
         elif op == 0x75:  # SETITEMS
-            items = self._items()
+            items = self._pop_to_mark()
             self._set(items[::2], items[1::2])
         elif op == 0x73:  # SETITEM
             value, key = stack.pop(), stack.pop()
             self._set([key], [value])
         elif op in (0x65, 0x61):  # APPENDS, APPEND
-            items = self._items() if op == 0x65 else [stack.pop()]
-            if not isinstance(stack[-1], list):
+            items = self._pop_to_mark() if op == 0x65 else [stack.pop()]
+            if not isinstance(self._stack[-1], list):
                 raise UnknownPickle
-            stack[-1].extend(items)
+            self._stack[-1].extend(items)
         elif op == 0x51:  # BINPERSID
             kind, storage, record, _, count = stack.pop()
             if kind != "storage":
@@ -182,12 +183,11 @@ class _Reader:
             raise UnknownPickle
         self._stack[-1].update(zip(keys, values, strict=True))
 
-    def _items(self) -> list[Any]:
-        """Everything back to the last mark."""
-        items = []
-        while (item := self._stack.pop()) is not _MARK:
-            items.append(item)
-        return items[::-1]
+    def _pop_to_mark(self) -> list[Any]:
+        """Everything above the last mark."""
+        items = self._stack
+        self._stack = self._outer_stacks.pop()
+        return items
 
     def _rebuilt(self, name: Any, arguments: tuple[Any, ...]) -> Any:
         """The result of a call, for the two functions that a plain dictionary of tensors needs."""
