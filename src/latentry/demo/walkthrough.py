@@ -12,6 +12,21 @@ from latentry.serve.config import build_text_to_image_multiresolution_dataloader
 PICTURES = Path(__file__).parent / "pictures"
 CLIPS = Path(__file__).parent / "clips"
 
+_STEPS = [
+    (
+        "Encode twelve images into a cache of latents",
+        "image --image_dir {PICTURES} --output_dir {cache} --processor tiny --resolution_preset 512p --verify",
+    ),
+    (
+        "Encode nine frames of a clip",
+        "video --video_dir {CLIPS} --output_dir {clips} --processor tiny --resolution_preset 256p "
+        "--target_frames 9 --verify",
+    ),
+    ("Check the clip's cache, and decode its latents", "verify {clips} --decode"),
+    ("Pack the images into shards", "convert {cache} --output_dir {packed}"),
+    ("Check the shards", "verify {packed} --decode"),
+]
+
 
 def run_demo(output_dir: Path, run_command: Callable[[Sequence[str]], int]) -> int:
     """Encode the example images and the clip, train for an epoch, verify, convert, and draw what came out.
@@ -25,46 +40,20 @@ def run_demo(output_dir: Path, run_command: Callable[[Sequence[str]], int]) -> i
     Returns:
         0, or the exit status of the command that failed.
     """
-    cache, clip_cache, packed = output_dir / "cache", output_dir / "clips", output_dir / "packed"
-    tiny = ["--processor", "tiny", "--verify"]
-    images = [
-        "image",
-        "--image_dir",
-        str(PICTURES),
-        "--output_dir",
-        str(cache),
-        "--resolution_preset",
-        "512p",
-    ]
-    clips = [
-        "video",
-        "--video_dir",
-        str(CLIPS),
-        "--output_dir",
-        str(clip_cache),
-        "--resolution_preset",
-        "256p",
-    ]
-    to_packed = ["convert", str(cache), "--output_dir", str(packed)]
-    steps: list[tuple[str, list[str]]] = [
-        ("Encode twelve images into a cache of latents", [*images, *tiny]),
-        ("Encode nine frames of a clip", [*clips, "--target_frames", "9", *tiny]),
-        ("Check the clip's cache, and decode its latents", ["verify", str(clip_cache), "--decode"]),
-    ]
-    if not (packed / "metadata.json").exists():
-        steps.append(("Pack the images into shards", to_packed))
-    steps.append(("Check the shards", ["verify", str(packed), "--decode"]))
-    for title, arguments in steps:
+    cache, clips, packed = output_dir / "cache", output_dir / "clips", output_dir / "packed"
+    paths = {"PICTURES": PICTURES, "CLIPS": CLIPS, "cache": cache, "clips": clips, "packed": packed}
+    for title, command in _STEPS:
+        arguments = [part.format(**paths) for part in command.split()]
+        if arguments[0] == "convert" and (packed / "metadata.json").exists():
+            continue  # done by an earlier run: convert does not replace a finished cache
         print(f"\n# {title}\n$ {shlex.join(['latentry', *arguments])}", flush=True)
         if status := run_command(arguments):
             return status
     print("\n# Train for an epoch: what a trainer receives from the cache")
     _train(cache)
     sheet = output_dir / "contact_sheet.png"
-    num_pairs = draw_contact_sheet(sheet, cache, clip_cache)
-    print(
-        f"\n{_CLOSING.format(cache=cache, clips=clip_cache, packed=packed, sheet=sheet, num_pairs=num_pairs)}"
-    )
+    num_pairs = draw_contact_sheet(sheet, cache, clips)
+    print(f"\n{_CLOSING.format(cache=cache, clips=clips, packed=packed, sheet=sheet, num_pairs=num_pairs)}")
     return 0
 
 
