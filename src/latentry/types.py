@@ -6,30 +6,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 
-@dataclass(frozen=True, slots=True)
-class BucketShape:
-    """The shape that samples of one bucket share, so that they can be stacked."""
-
-    width: int
-    """In pixels."""
-    height: int
-    """In pixels."""
-    aspect_name: str
-    """``tall``, ``square`` or ``wide``: part of the bucket's key in the documented interface."""
-    num_frames: int | None = None
-    """None for images."""
-
-    @property
-    def folder(self) -> str:
-        """The name of the bucket's folder in a cache, such as ``832x480``."""
-        return f"{self.width}x{self.height}"
-
-    @property
-    def pixels(self) -> int:
-        """Pixels of one frame."""
-        return self.width * self.height
-
-
 class Bucket(NamedTuple):
     """The shape that a sample is cut to. All samples of a batch share it."""
 
@@ -54,6 +30,26 @@ class Bucket(NamedTuple):
     def folder(self) -> str:
         """The name of the bucket's folder in a cache, such as ``832x480``."""
         return f"{self.width}x{self.height}"
+
+    @property
+    def pixels(self) -> int:
+        """Pixels of one frame."""
+        return self.width * self.height
+
+
+@dataclass(frozen=True, slots=True)
+class BucketKey:
+    """A bucket and the name of its aspect ratio: what datasets group samples by."""
+
+    width: int
+    height: int
+    aspect_name: str
+    """``tall``, ``square`` or ``wide``: part of the bucket's key in the documented interface."""
+    num_frames: int | None = None
+
+    @property
+    def bucket(self) -> Bucket:
+        return Bucket(self.width, self.height, self.num_frames)
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,7 +44,7 @@ def test_items_and_columns_are_the_same_samples():
 def test_reader_returns_the_fields_as_stored(both, form):
     index = open_index(both[form], aspect_name)
     samples = open_samples(both[form], index)
-    rows = [int(row) for row in index.rows_by_shape()[0][:3]]
+    rows = [int(row) for row in index.rows_by_bucket()[0][:3]]
     columns = samples.read(rows, {"latent", "prompt", "clip_tokens", "nothing"})
     assert set(columns.tensors) == {"latent", "clip_tokens"}
     assert set(columns.values) == {"prompt", "cache_file"}
@@ -60,22 +60,22 @@ def test_reader_returns_the_fields_as_stored(both, form):
 def test_checks_give_what_the_dataset_serves(both, form):
     index = open_index(both[form], aspect_name)
     samples = open_samples(both[form], index)
-    checked = image_columns(samples.read([4], IMAGE_FIELDS.names), [index.shape(4)], IMAGE_FIELDS)
+    checked = image_columns(samples.read([4], IMAGE_FIELDS.names), [index.bucket(4)], IMAGE_FIELDS)
     assert_same_items(checked.items()[0], TextToImageDataset(both[form])[4])
-    other = next(shape for shape in index.shapes if shape != index.shape(4))
+    other = next(key.bucket for key in index.bucket_keys if key.bucket != index.bucket(4))
     with pytest.raises(CacheFileError, match=r"latent has shape .* not a scaled-down"):
         image_columns(samples.read([4], IMAGE_FIELDS.names), [other], IMAGE_FIELDS)
     with pytest.raises(CacheFileError, match="has no latent; it has prompt"):
-        image_columns(samples.read([4], {"prompt"}), [index.shape(4)], IMAGE_FIELDS)
+        image_columns(samples.read([4], {"prompt"}), [index.bucket(4)], IMAGE_FIELDS)
     with pytest.raises(CacheFileError, match="has no video_latents; it has aspect_ratio"):
-        video_columns(samples.read([4], VIDEO_FIELDS.names), [index.shape(4)], VIDEO_FIELDS)
+        video_columns(samples.read([4], VIDEO_FIELDS.names), [index.bucket(4)], VIDEO_FIELDS)
 
 
 def test_checks_of_videos(tmp_path):
     cache = make_video_cache(tmp_path, {(128, 64, 9): 2})
     index = open_index(cache, aspect_name)
     raw = open_samples(cache, index).read([0, 1], VIDEO_FIELDS.names)
-    checked = video_columns(raw, [index.shape(0)] * 2, VIDEO_FIELDS)
+    checked = video_columns(raw, [index.bucket(0)] * 2, VIDEO_FIELDS)
     assert {name: tuple(column.shape) for name, column in checked.tensors.items()} == {
         "video_latents": (2, 4, 3, 8, 16),
         "text_embeddings": (2, 7, 8),

@@ -23,7 +23,7 @@ OLD = {
     "latentry.plan": ["DTYPES", "OUTPUT_FORMATS", "Plan", "Recipe", "ResolvedRecipe", "make_plan",
                       "recipe_fingerprint"],
     "latentry.preparation": ["Progress", "prepare"],
-    "latentry.records": ["Bucket", "BucketShape", "Caption", "Commit", "Failure", "PlannedSample", "ProcessorInfo",
+    "latentry.records": ["Bucket", "Caption", "Commit", "Failure", "PlannedSample", "ProcessorInfo",
                          "SourceFile", "Task"],
     "latentry.sampler": ["SequentialBucketSampler"],
     "latentry.verification": ["Problem", "VerifyResult", "verify_cache"],

@@ -8,7 +8,7 @@ import torch
 from latentry.cache.read.columns import Columns
 from latentry.errors import CacheFileError
 from latentry.serve.dataset import BaseMultiresolutionDataset, TextToImageDataset, TextToVideoDataset
-from latentry.testing import make_video_cache
+from latentry.testing import make_image_cache, make_video_cache
 
 
 def test_moved_image_cache_of_another_tool_opens(nemo_image_cache):
@@ -165,3 +165,11 @@ def test_wrong_index_is_an_index_error(image_cache):
     with pytest.raises(IndexError):
         dataset[len(dataset)]
     assert dataset[-1]["prompt"] == dataset[len(dataset) - 1]["prompt"]
+
+
+def test_fingerprints_do_not_change_between_releases(tmp_path):
+    """Saved states contain them: a state from release 0.1 must still load."""
+    images = make_image_cache(tmp_path / "images", {(256, 256): 3, (320, 192): 2})
+    clips = make_video_cache(tmp_path / "clips", {(128, 64, 9): 2, (128, 64, 17): 1})
+    assert TextToImageDataset(images).fingerprint == "ff2a0736f530f42d33b6b7994f6fbdde"
+    assert TextToVideoDataset(clips).fingerprint == "90d2bb1ce4949b48232ad888c574d68e"

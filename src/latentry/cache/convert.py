@@ -146,17 +146,17 @@ class _OldCache:
 
     def tasks(self) -> Iterator[tuple[str, Bucket, list[int]]]:
         """(task id, bucket, row numbers): rows of one bucket, as many as fill a shard."""
-        groups: Sequence[Iterable[int]] = self._index.rows_by_shape()
-        for shape, numbers in zip(self._index.shapes, groups, strict=True):
+        groups: Sequence[Iterable[int]] = self._index.rows_by_bucket()
+        for key, numbers in zip(self._index.bucket_keys, groups, strict=True):
             rows = [int(number) for number in numbers]
             size = TASK_SIZE
             if self._output_format == PACKED:
                 size = max(1, TARGET_SHARD_BYTES // _latent_bytes(self._samples.load(rows[0])))
             for start in range(0, len(rows), size):
                 part = rows[start : start + size]
-                text = f"{self.signature} {self._output_format} {shape} {start} {size}"
+                text = f"{self.signature} {self._output_format} {key} {start} {size}"
                 task_id = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
-                yield task_id, Bucket(shape.width, shape.height, shape.num_frames), part
+                yield task_id, key.bucket, part
 
     def check_names(self) -> None:
         """Raise an error if two samples would get the same file."""
@@ -165,7 +165,7 @@ class _OldCache:
         seen: dict[tuple[str, str], str] = {}
         for number in range(len(self)):
             name = self._name(number)
-            new_file = (self._index.shape(number).folder, Path(name).stem)
+            new_file = (self._index.bucket(number).folder, Path(name).stem)
             if seen.setdefault(new_file, name) != name:
                 raise ConfigError(
                     f"{'/'.join(new_file)} would be the file of two samples, {seen[new_file]} and {name}; rename "

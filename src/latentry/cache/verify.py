@@ -171,7 +171,7 @@ class _Checker:
         """Raise an error if a dataset could not serve the sample."""
         fields = VIDEO_FIELDS if self._is_video else IMAGE_FIELDS
         columns = self._samples.read([number], fields.names)
-        (video_columns if self._is_video else image_columns)(columns, [self._index.shape(number)], fields)
+        (video_columns if self._is_video else image_columns)(columns, [self._index.bucket(number)], fields)
 
     def _frame_problems(self, data: SampleData, row: Row) -> Iterator[str]:
         latents = data.get("video_latents")

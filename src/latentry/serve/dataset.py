@@ -36,7 +36,7 @@ from latentry.cache.read.resources import ReadResources
 from latentry.cache.read.samples import Samples, open_samples
 from latentry.errors import ConfigError
 from latentry.serve.collate import Batch, image_batch, video_batch
-from latentry.types import BucketShape
+from latentry.types import Bucket
 
 logger = logging.getLogger(__name__)
 
@@ -94,11 +94,19 @@ class BaseMultiresolutionDataset(Dataset[dict[str, Any]]):
         return self.read_batch(indices).items()
 
     def collate(self, columns: Columns) -> Batch:
-        """The batch that a trainer receives."""
-        raise NotImplementedError(f"{type(self).__name__} has no collate; give the loader a collate_fn")
+        """The batch that a trainer receives.
+
+        Args:
+            columns: What ``read_batch`` returned.
+        """
+        raise ConfigError(f"{type(self).__name__} has no collate; give the loader a collate_fn")
 
     def collate_items(self, items: Sequence[dict[str, Any]]) -> Batch:
-        """The same batch from a list of samples: a ``collate_fn`` for PyTorch's loaders."""
+        """The same batch from a list of samples: a ``collate_fn`` for PyTorch's loaders.
+
+        Args:
+            items: What ``__getitems__`` returned.
+        """
         return self.collate(Columns.of_items(items))
 
     @property
@@ -113,11 +121,11 @@ class BaseMultiresolutionDataset(Dataset[dict[str, Any]]):
 
     def _read_fields(
         self, indices: Sequence[int], fields: FileFields, resources: ReadResources | None
-    ) -> tuple[Columns, list[BucketShape]]:
+    ) -> tuple[Columns, list[Bucket]]:
         """These fields as they are stored, and the samples' buckets."""
         rows = [range(len(self))[idx] for idx in indices]
         columns = self.samples.read(rows, fields.names, resources or self._resources)
-        return columns, [self.index.shape(row) for row in rows]
+        return columns, [self.index.bucket(row) for row in rows]
 
     # ---- the cache --------------------------------------------------------------------------
 
@@ -190,20 +198,20 @@ class BaseMultiresolutionDataset(Dataset[dict[str, Any]]):
 
     def _group_by_bucket(self) -> None:
         """Fill ``bucket_groups`` and ``sorted_bucket_keys``."""
-        frames_differ = len({shape.num_frames for shape in self.index.shapes}) > 1
+        frames_differ = len({named.num_frames for named in self.index.bucket_keys}) > 1
         self.bucket_groups: dict[Any, dict[str, Any]] = {}
-        for shape, rows in zip(self.index.shapes, self.index.rows_by_shape(), strict=True):
-            resolution = (shape.width, shape.height)
-            key: tuple[Any, ...] = (shape.aspect_name, resolution)
+        for named, rows in zip(self.index.bucket_keys, self.index.rows_by_bucket(), strict=True):
+            bucket = named.bucket
+            key: tuple[Any, ...] = (named.aspect_name, bucket.resolution)
             if frames_differ:
-                key = (*key, shape.num_frames)
+                key = (*key, bucket.num_frames)
             self.bucket_groups[key] = {
                 "indices": rows,
-                "resolution": resolution,
-                "pixels": shape.pixels,
-                "aspect_name": shape.aspect_name,
-                "aspect_ratio": shape.width / shape.height,
-                "num_frames": shape.num_frames,
+                "resolution": bucket.resolution,
+                "pixels": bucket.pixels,
+                "aspect_name": named.aspect_name,
+                "aspect_ratio": bucket.width / bucket.height,
+                "num_frames": bucket.num_frames,
             }
         self.sorted_bucket_keys = sorted(
             self.bucket_groups, key=lambda key: self.bucket_groups[key]["pixels"]

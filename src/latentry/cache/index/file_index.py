@@ -26,7 +26,7 @@ from latentry.cache.format import (
     file_name,
 )
 from latentry.errors import MetadataError
-from latentry.types import BucketShape
+from latentry.types import Bucket, BucketKey
 
 
 @dataclass(frozen=True)
@@ -34,35 +34,37 @@ class CacheIndex:
     """The samples of a cache with one file each. Row numbers follow the order of the rows in the shards."""
 
     metadata: CacheMetadata
-    shapes: tuple[BucketShape, ...]
+    bucket_keys: tuple[BucketKey, ...]
     """The buckets, in order of first appearance."""
     shard_lengths: tuple[int, ...]
     names: Any
     """The cache files' names, as an Arrow string array."""
-    shape_of_row: npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
-    """For each row, its bucket's position in ``shapes``."""
+    bucket_of_row: npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
+    """For each row, its bucket's position in ``bucket_keys``."""
 
     def __len__(self) -> int:
-        return len(self.shape_of_row)
+        return len(self.bucket_of_row)
 
     def relative_file(self, row: int) -> str:
         """The row's file, relative to the cache: ``512x512/0a1b….meta``."""
-        return f"{self.shape(row).folder}/{self.names[row].as_py()}"
+        return f"{self.bucket(row).folder}/{self.names[row].as_py()}"
 
-    def shape(self, row: int) -> BucketShape:
-        return self.shapes[int(self.shape_of_row[row])]
+    def bucket(self, row: int) -> Bucket:
+        return self.bucket_keys[int(self.bucket_of_row[row])].bucket
 
-    def rows_by_shape(self) -> list[npt.NDArray[np.int64]]:
-        """The row numbers of each shape, ascending."""
-        order = np.argsort(self.shape_of_row, kind="stable")
-        counts = np.bincount(self.shape_of_row, minlength=len(self.shapes))
+    def rows_by_bucket(self) -> list[npt.NDArray[np.int64]]:
+        """The row numbers of each bucket, ascending."""
+        order = np.argsort(self.bucket_of_row, kind="stable")
+        counts = np.bincount(self.bucket_of_row, minlength=len(self.bucket_keys))
         return np.split(order, np.cumsum(counts)[:-1])
 
     @cached_property
     def fingerprint(self) -> str:
         """Identifies the files and their order, wherever the cache is."""
-        digest = hashlib.blake2b(repr(self.shapes).encode(), digest_size=16)
-        digest.update(np.ascontiguousarray(self.shape_of_row).data)
+        # The class was once called BucketShape. Saved states contain the fingerprint, so its text stays.
+        buckets = repr(self.bucket_keys).replace("BucketKey(", "BucketShape(")
+        digest = hashlib.blake2b(buckets.encode(), digest_size=16)
+        digest.update(np.ascontiguousarray(self.bucket_of_row).data)
         _, offsets, characters = self.names.buffers()
         ends = np.frombuffer(offsets, dtype=np.int64, count=len(self) + 1)
         digest.update(ends.data)
@@ -97,30 +99,30 @@ def index_of_shards(
 ) -> CacheIndex:
     """The index of the rows of several shards, each given with its path for error messages."""
     numbers: dict[tuple[Any, ...], int] = {}
-    names, shape_of_row, lengths = [], [], []
+    names, bucket_of_row, lengths = [], [], []
     for rows, path in shards:
         keys = [(r.bucket_resolution or r.crop_resolution, r.aspect_ratio, r.num_frames) for r in rows]
         known = len(numbers)
-        shape_of_row.append(np.array([numbers.setdefault(k, len(numbers)) for k in keys], dtype=np.int64))
+        bucket_of_row.append(np.array([numbers.setdefault(k, len(numbers)) for k in keys], dtype=np.int64))
         for key in list(numbers)[known:]:
             _check_key(key, where=f"{path}, row {keys.index(key)}")
         names.append(pa.array(_safe_names(rows, path), type=pa.large_string()))
         lengths.append(len(rows))
 
     # Rows of one bucket may describe it differently, for example with and without an aspect ratio.
-    shape_numbers: dict[BucketShape, int] = {}
-    shape_of_key = np.array(
-        [shape_numbers.setdefault(_shape(key, name_aspect), len(shape_numbers)) for key in numbers],
+    key_numbers: dict[BucketKey, int] = {}
+    number_of_key = np.array(
+        [key_numbers.setdefault(_bucket_key(key, name_aspect), len(key_numbers)) for key in numbers],
         dtype=np.uint32,
     )
-    if len(shape_numbers) <= 1 << 16:
-        shape_of_key = shape_of_key.astype(np.uint16)  # numpy sorts these ten times faster
+    if len(key_numbers) <= 1 << 16:
+        number_of_key = number_of_key.astype(np.uint16)  # numpy sorts these ten times faster
     return CacheIndex(
         metadata=metadata,
-        shapes=tuple(shape_numbers),
+        bucket_keys=tuple(key_numbers),
         shard_lengths=tuple(lengths),
         names=pa.concat_arrays(names),
-        shape_of_row=shape_of_key[np.concatenate(shape_of_row)],
+        bucket_of_row=number_of_key[np.concatenate(bucket_of_row)],
     )
 
 
@@ -134,10 +136,10 @@ def _check_key(key: tuple[Any, ...], where: str) -> None:
         raise MetadataError(f"{where}: num_frames is {num_frames}; it must be positive")
 
 
-def _shape(key: tuple[Any, ...], name_aspect: NameAspect) -> BucketShape:
+def _bucket_key(key: tuple[Any, ...], name_aspect: NameAspect) -> BucketKey:
     (width, height), aspect_ratio, num_frames = key
     aspect_name = name_aspect(width / height if aspect_ratio is None else aspect_ratio)
-    return BucketShape(width, height, aspect_name, num_frames)
+    return BucketKey(width, height, aspect_name, num_frames)
 
 
 def _safe_names(rows: Sequence[IndexRow], shard: Path) -> list[str]:

@@ -24,7 +24,7 @@ from latentry.cache.format import METADATA_NAME, CacheMetadata, Row, row_from_di
 from latentry.cache.packed_format import PARTS, PackedEntry, RowLocation, index_schema
 from latentry.errors import CacheNotFoundError, MetadataError
 from latentry.storage import path_inside
-from latentry.types import BucketShape
+from latentry.types import Bucket, BucketKey
 
 _BLOCKS_KEPT = 512
 _JSON_OBJECT = msgspec.json.Decoder(dict[str, Any])
@@ -37,8 +37,8 @@ class PackedIndex:
         assert metadata.packed is not None, "the cache is not packed"
         self.metadata = metadata
         self._header = header = metadata.packed
-        self.shapes = tuple(
-            BucketShape(b.width, b.height, b.aspect_name, b.num_frames) for b in header.buckets
+        self.bucket_keys = tuple(
+            BucketKey(b.width, b.height, b.aspect_name, b.num_frames) for b in header.buckets
         )
         counts = [bucket.count for bucket in header.buckets]
         self._ends = list(accumulate(counts))
@@ -69,11 +69,11 @@ class PackedIndex:
     def parts(self) -> Sequence[str]:
         return self._header.parts
 
-    def shape(self, row: int) -> BucketShape:
-        return self.shapes[bisect_right(self._ends, row)]
+    def bucket(self, row: int) -> Bucket:
+        return self.bucket_keys[bisect_right(self._ends, row)].bucket
 
-    def rows_by_shape(self) -> list[range]:
-        """The row numbers of each shape, ascending."""
+    def rows_by_bucket(self) -> list[range]:
+        """The row numbers of each bucket, ascending."""
         return [range(start, end) for start, end in zip([0, *self._ends], self._ends, strict=False)]
 
     def relative_file(self, row: int) -> str:

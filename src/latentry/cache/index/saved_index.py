@@ -21,7 +21,7 @@ import pyarrow as pa
 from latentry.cache.format import METADATA_NAME, CacheMetadata
 from latentry.cache.index.file_index import CacheIndex
 from latentry.storage import path_inside, publish
-from latentry.types import BucketShape
+from latentry.types import BucketKey
 
 logger = logging.getLogger(__name__)
 
@@ -54,9 +54,9 @@ def save(cache_dir: Path, index: CacheIndex, signature: str) -> None:
     """Save an index that is large enough; a folder that is not writable is not an error."""
     if len(index) < SAVE_FROM_ROWS:
         return
-    shapes = [asdict(shape) for shape in index.shapes]
-    header = _Header(INDEX_VERSION, signature, index.fingerprint, shapes, list(index.shard_lengths))
-    table = pa.table({"name": index.names, "shape": index.shape_of_row})
+    keys = [asdict(key) for key in index.bucket_keys]
+    header = _Header(INDEX_VERSION, signature, index.fingerprint, keys, list(index.shard_lengths))
+    table = pa.table({"name": index.names, "shape": index.bucket_of_row})
     table = table.replace_schema_metadata({_SCHEMA_KEY: msgspec.json.encode(header)})
     try:
         with publish(cache_dir / INDEX_NAME) as draft, pa.ipc.new_file(str(draft), table.schema) as writer:
@@ -80,17 +80,17 @@ def load(cache_dir: Path, metadata: CacheMetadata, signature: str) -> CacheIndex
         batch.validate(full=True)
         index = CacheIndex(
             metadata=metadata,
-            shapes=tuple(msgspec.convert(header.shapes, list[BucketShape])),
+            bucket_keys=tuple(msgspec.convert(header.shapes, list[BucketKey])),
             shard_lengths=tuple(header.shard_lengths),
             names=batch.column("name"),
-            shape_of_row=batch.column("shape").to_numpy(),
+            bucket_of_row=batch.column("shape").to_numpy(),
         )
         if not (
             index.names.type == pa.large_string()
             and index.names.null_count == 0
-            and index.shape_of_row.dtype in (np.uint16, np.uint32)
+            and index.bucket_of_row.dtype in (np.uint16, np.uint32)
             and len(index) == len(index.names) == sum(index.shard_lengths)
-            and int(index.shape_of_row.max(initial=0)) < len(index.shapes)
+            and int(index.bucket_of_row.max(initial=0)) < len(index.bucket_keys)
             and index.fingerprint == header.fingerprint
         ):
             raise ValueError("its columns do not fit together")

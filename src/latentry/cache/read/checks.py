@@ -16,7 +16,7 @@ import torch
 
 from latentry.cache.read.columns import Column, Columns
 from latentry.errors import CacheFileError
-from latentry.types import BucketShape
+from latentry.types import Bucket
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,17 +74,17 @@ VIDEO_FIELDS = FileFields(
 )
 
 
-def image_columns(columns: Columns, shapes: Sequence[BucketShape], fields: FileFields) -> Columns:
+def image_columns(columns: Columns, buckets: Sequence[Bucket], fields: FileFields) -> Columns:
     """A batch of images as it is served.
 
     Args:
         columns: What was read: at least ``fields.names``.
-        shapes: The bucket in each sample's row.
+        buckets: The bucket in each sample's row.
         fields: ``IMAGE_FIELDS`` or ``IMAGE_TOKEN_FIELDS``.
     """
     tensors = {
-        **_tensors(columns, shapes, fields),
-        "crop_resolution": _resolutions(shapes),
+        **_tensors(columns, buckets, fields),
+        "crop_resolution": _resolutions(buckets),
         "original_resolution": _pairs(columns, "original_resolution"),
         "crop_offset": _pairs(columns, "crop_offset"),
     }
@@ -92,23 +92,23 @@ def image_columns(columns: Columns, shapes: Sequence[BucketShape], fields: FileF
         "prompt": _values(columns, "prompt", required=True),
         "image_path": _values(columns, "image_path", required=True),
         "bucket_id": _values(columns, "bucket_id"),
-        "aspect_ratio": _aspect_ratios(columns, shapes),
+        "aspect_ratio": _aspect_ratios(columns, buckets),
         "cache_file": columns.values["cache_file"],
     }
     return Columns(columns.num_samples, tensors, values, columns.describe)
 
 
-def video_columns(columns: Columns, shapes: Sequence[BucketShape], fields: FileFields) -> Columns:
+def video_columns(columns: Columns, buckets: Sequence[Bucket], fields: FileFields) -> Columns:
     """A batch of videos as it is served.
 
     Args:
         columns: What was read: at least ``fields.names``.
-        shapes: The bucket in each sample's row.
+        buckets: The bucket in each sample's row.
         fields: ``VIDEO_FIELDS``.
     """
-    tensors = {**_tensors(columns, shapes, fields), "bucket_resolution": _resolutions(shapes)}
+    tensors = {**_tensors(columns, buckets, fields), "bucket_resolution": _resolutions(buckets)}
     values = {
-        "aspect_ratio": _aspect_ratios(columns, shapes),
+        "aspect_ratio": _aspect_ratios(columns, buckets),
         "cache_file": columns.values["cache_file"],
     }
     return Columns(columns.num_samples, tensors, values, columns.describe)
@@ -121,8 +121,8 @@ def map_samples(column: Column, change: Callable[[torch.Tensor], torch.Tensor]) 
     return [None if tensor is None else change(tensor[None])[0] for tensor in column]
 
 
-def _tensors(columns: Columns, shapes: Sequence[BucketShape], fields: FileFields) -> dict[str, Column]:
-    tensors = {fields.latents.name: _latents(columns, fields.latents, shapes)}
+def _tensors(columns: Columns, buckets: Sequence[Bucket], fields: FileFields) -> dict[str, Column]:
+    tensors = {fields.latents.name: _latents(columns, fields.latents, buckets)}
     for field in fields.text:
         column = _tensor_column(columns, field)
         if column is not None:
@@ -174,23 +174,23 @@ def _has_leading_one(columns: Columns, i: int, field: TensorField, shape: torch.
     return False
 
 
-def _latents(columns: Columns, field: TensorField, shapes: Sequence[BucketShape]) -> Column:
+def _latents(columns: Columns, field: TensorField, buckets: Sequence[Bucket]) -> Column:
     """The latents, each checked to be its bucket's picture shrunk by one whole factor."""
     column = _tensor_column(columns, field)
     assert column is not None, "latents are required"
     if isinstance(column, torch.Tensor):
-        sizes = [column.shape[1:]] * len(shapes)
+        sizes = [column.shape[1:]] * len(buckets)
     else:
         sizes = [tensor.shape for tensor in column if tensor is not None]
     known = None
-    for i, pair in enumerate(zip(sizes, shapes, strict=True)):
+    for i, pair in enumerate(zip(sizes, buckets, strict=True)):
         if pair != known:
             _check_latent(columns, i, field.name, *pair)
             known = pair
     return column
 
 
-def _check_latent(columns: Columns, i: int, name: str, shape: torch.Size, bucket: BucketShape) -> None:
+def _check_latent(columns: Columns, i: int, name: str, shape: torch.Size, bucket: Bucket) -> None:
     height, width = shape[-2:]
     factor = bucket.width // max(1, width)
     if (width * factor, height * factor) != (bucket.width, bucket.height):
@@ -219,11 +219,11 @@ def _values(columns: Columns, name: str, *, required: bool = False) -> Sequence[
     return values
 
 
-def _aspect_ratios(columns: Columns, shapes: Sequence[BucketShape]) -> list[Any]:
+def _aspect_ratios(columns: Columns, buckets: Sequence[Bucket]) -> list[Any]:
     """The stored aspect ratios; the bucket's where none is stored."""
     return [
-        shape.width / shape.height if value is None else value
-        for value, shape in zip(_values(columns, "aspect_ratio"), shapes, strict=True)
+        bucket.width / bucket.height if value is None else value
+        for value, bucket in zip(_values(columns, "aspect_ratio"), buckets, strict=True)
     ]
 
 
@@ -243,5 +243,5 @@ def _pair(columns: Columns, i: int, name: str, value: Any) -> tuple[int, int]:
     return first, second
 
 
-def _resolutions(shapes: Sequence[BucketShape]) -> torch.Tensor:
-    return torch.tensor([(shape.width, shape.height) for shape in shapes])
+def _resolutions(buckets: Sequence[Bucket]) -> torch.Tensor:
+    return torch.tensor([bucket.resolution for bucket in buckets])

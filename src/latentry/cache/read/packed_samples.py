@@ -86,7 +86,7 @@ class PackedSamples:
                     values[name] = found
         folder = str(self._shards.cache_dir)
         values["cache_file"] = [
-            f"{folder}/{entry.places['latents'].file}" if "latents" in entry.places else None
+            f"{folder}/{entry.locations['latents'].file}" if "latents" in entry.locations else None
             for entry in entries
         ]
         return Columns(len(rows), tensors, values, lambda i: self.describe(rows[i]))

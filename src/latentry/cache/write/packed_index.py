@@ -22,14 +22,14 @@ from latentry.cache.packed_format import (
     index_schema,
 )
 from latentry.storage import publish
-from latentry.types import BucketShape
+from latentry.types import BucketKey
 
 BLOCK_ROWS = 1 << 16
 _NOWHERE = RowLocation("", 0, 0, (), 0)
 
 
 def write_packed_index(
-    path: Path, rows: Sequence[Row], groups: Sequence[tuple[BucketShape, Iterable[int]]], fingerprint: str
+    path: Path, rows: Sequence[Row], groups: Sequence[tuple[BucketKey, Iterable[int]]], fingerprint: str
 ) -> PackedHeader:
     """Publish the index of packed rows, grouped by bucket, and return its description."""
     entries = [_entry(row) for row in rows]
@@ -59,13 +59,11 @@ def write_packed_index(
         return pa.record_batch(columns, schema=schema)
 
     with publish(path) as draft, pa.ipc.new_file(str(draft), schema) as writer:
-        for shape, group in groups:
+        for key, group in groups:
             numbers = [int(number) for number in group]
             for start in range(0, len(numbers), BLOCK_ROWS):
                 writer.write_batch(block(numbers[start : start + BLOCK_ROWS]))
-            buckets.append(
-                PackedBucket(shape.width, shape.height, shape.aspect_name, shape.num_frames, len(numbers))
-            )
+            buckets.append(PackedBucket(key.width, key.height, key.aspect_name, key.num_frames, len(numbers)))
     return PackedHeader(
         version=PACKED_VERSION,
         index=path.name,

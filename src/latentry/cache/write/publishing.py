@@ -96,7 +96,7 @@ def _publish_index(folder: Path, rows: Sequence[Row], replaces: CacheMetadata | 
         msgspec.structs.replace(row, cache_file=row.packed.name) for row in rows if row.packed is not None
     ]
     index = index_of_rows(named, CacheMetadata(shards=[]), folder, aspect_name)
-    groups = list(zip(index.shapes, index.rows_by_shape(), strict=True))
+    groups = list(zip(index.bucket_keys, index.rows_by_bucket(), strict=True))
     try:
         header = write_packed_index(path, rows, groups, index.fingerprint)
         if current and filecmp.cmp(path, folder / current, shallow=False):
