@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from latentry.cache.read.columns import Columns
-from latentry.errors import CacheFileError
+from latentry.errors import CacheFileError, ConfigError
 from latentry.serve.dataset import BaseMultiresolutionDataset, TextToImageDataset, TextToVideoDataset
 from latentry.testing import make_image_cache, make_video_cache
 
@@ -112,9 +112,9 @@ def test_custom_dataset(nemo_image_cache):
     assert dataset.read_batch([1, 0]).values == {
         "prompt": ["a test pattern number 1", "a test pattern number 0"]
     }
-    with pytest.raises(NotImplementedError, match="Prompts has no collate; give the loader a collate_fn"):
+    with pytest.raises(ConfigError, match="Prompts has no collate; give the loader a collate_fn"):
         dataset.collate_items([dataset[0]])
-    with pytest.raises(NotImplementedError, match="defines neither read_batch nor __getitem__"):
+    with pytest.raises(ConfigError, match="defines neither read_batch nor __getitem__"):
         BaseMultiresolutionDataset(nemo_image_cache)[0]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -103,7 +104,7 @@ def padded_tokens(tokenizer: Any, captions: list[str], length: int) -> tuple[tor
     return tokens, mask
 
 
-class DiffusersProcessor:
+class DiffusersProcessor(ABC):
     """The common part of processors for diffusers models. A family adds its loading, its normalisation and its text.
 
     A subclass loads its models, passes them to ``_set_up``, and overrides ``use_fused_encoders``.
@@ -135,12 +136,12 @@ class DiffusersProcessor:
         if self._device.type == "cuda":
             self.use_fused_encoders()
 
+    @abstractmethod
     def use_fused_encoders(self) -> None:
         """Encode with the family's fused encoders: the same numbers up to rounding, several times faster.
 
         Each is checked against the model's own modules first. The model's own modules stay in use if a check fails.
         """
-        raise NotImplementedError
 
     @classmethod
     def weights_identity(cls, model_name: str) -> str:

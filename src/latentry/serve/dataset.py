@@ -80,7 +80,7 @@ class BaseMultiresolutionDataset(Dataset[dict[str, Any]]):
             resources: Memory and threads to read with. By default the dataset's own.
         """
         if not self._overrides("__getitem__"):
-            raise NotImplementedError(f"{type(self).__name__} defines neither read_batch nor __getitem__")
+            raise ConfigError(f"{type(self).__name__} defines neither read_batch nor __getitem__")
         return Columns.of_items([self[idx] for idx in indices])
 
     def __getitem__(self, idx: int) -> dict[str, Any]:

@@ -6,6 +6,7 @@ Each convolution sees the last two frames of the chunk before. Chunks limit the 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
@@ -87,7 +88,7 @@ class TemporalChunks:
         return max(1, -(-(frames - 1) // (num_chunks * self._step)) * self._step)
 
 
-class CausalEncoder:
+class CausalEncoder(ABC):
     """The common part of encoders for causal video VAEs: ``encoder(clips)`` is ``vae.encode(clips)``'s moments.
 
     Args:
@@ -129,9 +130,9 @@ class CausalEncoder:
             encoded.append(self._encode(self._chunks.split(frames, max_frames)))
         return torch.stack(encoded)
 
+    @abstractmethod
     def _encode(self, chunks: Iterator[torch.Tensor]) -> torch.Tensor:
         """Encode the chunks [T,H,W,3] of one clip to moments [C,t,h,w]."""
-        raise NotImplementedError
 
 
 def fold_time(weight: torch.Tensor) -> torch.Tensor:
