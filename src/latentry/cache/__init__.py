@@ -1,5 +1,5 @@
-"""What is on disk: metadata, the index over it, and the cache files themselves.
+"""What is on disk: the format of a cache, and the code that reads and writes it.
 
-``metadata`` reads what a tool wrote about the samples, ``index`` turns it into columns that fit in
-memory by the hundred million, ``files`` opens one sample. Nothing here knows of models or pixels.
+``format`` and ``packed_format`` define the records, ``index`` says which samples there are, ``read`` loads them,
+``write`` makes a cache, ``verify`` checks one and ``convert`` changes its form. Nothing here knows models or decoders.
 """
