@@ -66,19 +66,19 @@ def raw(folder: Path, batch_size: int) -> Callable[[], int]:
     dataset = TextToImageDataset(folder)
     index = dataset.index
     assert isinstance(index, PackedIndex)
-    places = [(index.place(i, "latents"), index.place(i, "text")) for i in range(len(index))]
-    files = {place.file: os.open(folder / place.file, os.O_RDONLY) for pair in places for place in pair}
-    shapes = [(batch_size, place.num_bytes) for place in places[0]]
+    locations = [(index.location(i, "latents"), index.location(i, "text")) for i in range(len(index))]
+    files = {location.file: os.open(folder / location.file, os.O_RDONLY) for pair in locations for location in pair}
+    shapes = [(batch_size, location.num_bytes) for location in locations[0]]
     buffers = [[torch.empty(shape, dtype=torch.uint8).numpy() for shape in shapes] for _ in range(2)]
     rng = random.Random(0)
 
     def epoch() -> int:
-        order = list(range(len(places)))
+        order = list(range(len(locations)))
         rng.shuffle(order)
         for position, i in enumerate(order):
             turn = buffers[position // batch_size % 2]
-            for place, buffer in zip(places[i], turn, strict=True):
-                os.preadv(files[place.file], [buffer[position % batch_size]], place.offset)
+            for location, buffer in zip(locations[i], turn, strict=True):
+                os.preadv(files[location.file], [buffer[position % batch_size]], location.offset)
         return len(order)
 
     return epoch
