@@ -1,4 +1,4 @@
-"""Real processes, a real process group: two ranks are killed in mid-epoch, three go on."""
+"""Real processes in a real process group: two ranks are killed in the middle of an epoch, three resume."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def records(folder: Path, world: int) -> list[list[dict]]:
 
 
 @pytest.mark.slow
-def test_two_ranks_are_killed_and_three_go_on(tmp_path):
+def test_resume_on_three_ranks_after_two_were_killed(tmp_path):
     cache = make_image_cache(tmp_path / "cache", {(256, 256): 48, (320, 192): 24, (192, 320): 36})
     ranks = start(2, cache, tmp_path, pause=0.05)
     log = tmp_path / "world2_rank1.jsonl"
@@ -104,7 +104,7 @@ def test_two_ranks_are_killed_and_three_go_on(tmp_path):
     second = records(tmp_path, 3)
 
     for run in (first, second):
-        assert len({len(rank) for rank in run}) == 1, "equally many batches on all ranks"
+        assert len({len(rank) for rank in run}) == 1, "the same number of batches on all ranks"
         for step in zip(*run, strict=True):
             assert len({tuple(record["bucket"]) for record in step}) == 1, "one bucket at a step"
             prompts = [prompt for record in step for prompt in record["prompts"]]
@@ -117,4 +117,4 @@ def test_two_ranks_are_killed_and_three_go_on(tmp_path):
     assert set(before.values()) == {1}
     assert {after[prompt] for prompt in remaining} == {1}, "every remaining sample exactly once"
     padding = [prompt for prompt in after if prompt not in remaining]
-    assert len(padding) < 3, "only what fills up the three ranks at the end of the broken-off bucket"
+    assert len(padding) < 3, "only to pad the interrupted bucket to a multiple of three ranks"

@@ -21,7 +21,7 @@ def test_sizes_around_powers_of_two_are_permuted(size):
     assert seen.all()
 
 
-def test_entries_do_not_depend_on_what_they_are_asked_with():
+def test_entries_do_not_depend_on_each_other():
     permutation = FeistelPermutation(1_000_003, key=5)
     whole = permutation(np.arange(1_000_003))
     asked = np.random.default_rng(0).integers(0, 1_000_003, 1000)
@@ -35,7 +35,7 @@ def test_keys_give_unrelated_permutations():
 
 
 @pytest.mark.parametrize("size", [1 << 20, (1 << 20) + 1, 3_000_000])
-def test_neighbours_are_unrelated_and_spread_evenly(size):
+def test_neighbours_are_unrelated_and_evenly_spread(size):
     values = FeistelPermutation(size, key=9)(np.arange(size)).astype(float)
     for lag in (1, 2, 3, 7, 64):
         assert abs(np.corrcoef(values[:-lag], values[lag:])[0, 1]) < 0.006, lag
@@ -45,7 +45,7 @@ def test_neighbours_are_unrelated_and_spread_evenly(size):
     assert 255 - 6 * 22.6 < chi_square < 255 + 6 * 22.6
 
 
-def test_large_permutations_reach_their_ends():
+def test_ends_of_a_large_permutation():
     size = 33_333_333_333
     values = FeistelPermutation(size, key=1)(np.array([0, 1, size - 2, size - 1]))
     assert len(set(values.tolist())) == 4
@@ -59,7 +59,7 @@ def interleaved(*sizes: int, seed: int = 0) -> InterleavedSchedule:
 
 
 @pytest.mark.parametrize("sizes", [(1,), (3, 0, 5), (1000, 10, 1), (30_000, 7_001, 13)])
-def test_interleaving_takes_every_batch_once_and_each_bucket_in_order(sizes):
+def test_interleaving_has_every_batch_once_and_each_bucket_in_order(sizes):
     schedule = interleaved(*sizes)
     next_batch = [0] * len(sizes)
     for step in range(sum(sizes)):
@@ -70,7 +70,7 @@ def test_interleaving_takes_every_batch_once_and_each_bucket_in_order(sizes):
     assert next_batch == list(sizes) == schedule.batches_done(sum(sizes))
 
 
-def test_interleaving_draws_in_proportion_to_what_is_left():
+def test_interleaving_draws_in_proportion_to_the_batches_left():
     # The first draw from (30, 10): bucket 0 three times in four, over many seeds.
     firsts = [interleaved(30, 10, seed=seed).locate(0)[0] for seed in range(1000)]
     assert 0.70 < firsts.count(0) / 1000 < 0.80

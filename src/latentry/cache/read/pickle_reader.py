@@ -90,6 +90,7 @@ class _Reader:
     def read(self) -> Any:
         code, stack, memo = self._code, self._stack, self._memo
         position = 0
+        # The most frequent opcodes come first.
         while True:
             op = code[position]
             position += 1
@@ -104,6 +105,12 @@ class _Reader:
             elif op == 0x4B:  # BININT1
                 stack.append(code[position])
                 position += 1
+            elif op == 0x68:  # BINGET
+                stack.append(memo[code[position]])
+                position += 1
+            elif op == 0x28:  # MARK
+                self._outer_stacks.append(stack)
+                stack = self._stack = []
             elif op == 0x4D:  # BININT2
                 stack.append(int.from_bytes(code[position : position + 2], "little"))
                 position += 2
@@ -119,9 +126,6 @@ class _Reader:
             elif op == 0x47:  # BINFLOAT
                 stack.append(struct.unpack_from(">d", code, position)[0])
                 position += 8
-            elif op == 0x68:  # BINGET
-                stack.append(memo[code[position]])
-                position += 1
             elif op in (0x6A, 0x72):  # LONG_BINGET, LONG_BINPUT
                 number = int.from_bytes(code[position : position + 4], "little")
                 position += 4
@@ -133,9 +137,6 @@ class _Reader:
                 end = code.index(b"\n", code.index(b"\n", position) + 1)
                 stack.append(_Global(code[position:end].decode().replace("\n", " ")))
                 position = end + 1
-            elif op == 0x28:  # MARK
-                self._outer_stacks.append(stack)
-                stack = self._stack = []
             elif op == 0x80:  # PROTO
                 position += 1
             elif op in _CONSTANTS:
