@@ -67,7 +67,9 @@ def raw(folder: Path, batch_size: int) -> Callable[[], int]:
     index = dataset.index
     assert isinstance(index, PackedIndex)
     locations = [(index.location(i, "latents"), index.location(i, "text")) for i in range(len(index))]
-    files = {location.file: os.open(folder / location.file, os.O_RDONLY) for pair in locations for location in pair}
+    files = {
+        location.file: os.open(folder / location.file, os.O_RDONLY) for pair in locations for location in pair
+    }
     shapes = [(batch_size, location.num_bytes) for location in locations[0]]
     buffers = [[torch.empty(shape, dtype=torch.uint8).numpy() for shape in shapes] for _ in range(2)]
     rng = random.Random(0)

@@ -25,6 +25,8 @@ from latentry.serve.loader import LatentDataLoader, LoaderConfig
 from latentry.serve.sampler import SequentialBucketSampler
 from latentry.testing import assert_resumes, make_image_cache
 
+pytestmark = pytest.mark.torch_versions
+
 build_images = latentry.build_text_to_image_multiresolution_dataloader
 
 

@@ -13,6 +13,8 @@ from latentry.cache.read.pickle_reader import TensorLocation
 from latentry.cache.write import file_writer as writer
 from latentry.testing import make_image_cache
 
+pytestmark = pytest.mark.torch_versions
+
 
 @pytest.mark.parametrize("name", ["x.pt", "x.safetensors"])
 def test_contents_equal_what_the_libraries_load(tmp_path, name):

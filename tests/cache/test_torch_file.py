@@ -17,6 +17,8 @@ from latentry.cache.write.torch_file import torch_file_parts
 from latentry.serve.dataset import TextToImageDataset
 from latentry.testing import make_image_cache
 
+pytestmark = pytest.mark.torch_versions
+
 
 def test_files_equal_those_of_torch_save(tmp_path):
     batch = torch.randn(3, 1, 40, 50).bfloat16()

@@ -26,8 +26,9 @@ from latentry.cache.read.samples import Samples, open_samples
 from latentry.errors import CacheError, MediaError
 from latentry.storage import content_digest
 
-SampleData = Mapping[str, Any]
-Compare = Callable[[Row, SampleData], float]
+LoadedSample = Mapping[str, Any]
+"""What a cache file holds."""
+Compare = Callable[[Row, LoadedSample], float]
 """Decodes a sample and returns its PSNR in decibels. Raises ``MediaError`` if the source cannot be compared."""
 
 
@@ -139,7 +140,7 @@ class _Checker:
         """The sample's file, relative to the cache."""
         return os.path.relpath(self._samples.describe(number), self._cache_dir)
 
-    def load(self, number: int) -> SampleData:
+    def load(self, number: int) -> LoadedSample:
         return self._samples.load(number)
 
     def problems(self, number: int, row: Row) -> Iterator[str]:
@@ -173,7 +174,7 @@ class _Checker:
         columns = self._samples.read([number], fields.names)
         (video_columns if self._is_video else image_columns)(columns, [self._index.bucket(number)], fields)
 
-    def _frame_problems(self, data: SampleData, row: Row) -> Iterator[str]:
+    def _frame_problems(self, data: LoadedSample, row: Row) -> Iterator[str]:
         latents = data.get("video_latents")
         if latents is not None and row.num_frames and self._frame_step:
             expected = (row.num_frames - 1) // self._frame_step + 1

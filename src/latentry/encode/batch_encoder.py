@@ -20,7 +20,7 @@ from latentry.encode.read_ahead import DecodedSample, RunningTask
 from latentry.encode.recipe import ResolvedRecipe
 from latentry.errors import RunError
 from latentry.hardware import free_bytes, share_of_memory
-from latentry.processors import Columns, Processor
+from latentry.processors import Processor, StackedFields
 from latentry.seeds import derived_seed
 from latentry.types import Bucket, PlannedSample
 
@@ -39,7 +39,7 @@ class QueuedBatch:
     latents: torch.Tensor
     flags: torch.Tensor
     """For each latent, whether it is not finite and whether it is constant."""
-    extras: Columns
+    extras: StackedFields
     captions: Sequence[EncodedCaption]
     psnr_db: Sequence[float | None]
     ready: torch.cuda.Event | None
@@ -95,7 +95,7 @@ class BatchEncoder:
         captions = [running.captions.take(decoded.sample.caption.text) for decoded in batch]
         on_device = pixels.to(self._device, non_blocking=True)
         latents = self._encode(batch, on_device)
-        extras: Columns = {}
+        extras: StackedFields = {}
         if self._recipe.video is None or self._recipe.video.mode == "video":
             extras = with_smaller_batches_on_oom(self._processor.media_fields, pixels)
         psnr: list[float | None] = [None] * len(batch)

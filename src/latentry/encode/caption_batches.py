@@ -13,13 +13,13 @@ from typing import NamedTuple
 import torch
 
 from latentry.encode.device import copy_to_host, to_host, with_smaller_batches_on_oom
-from latentry.processors.base import Columns, Fields, Processor
+from latentry.processors.base import Fields, Processor, StackedFields
 from latentry.types import PlannedSample
 
 TEXT_BATCH_SIZE = 32
 """How many captions are encoded together."""
 _SMALL_BYTES = 1 << 22
-"""Columns up to this size are copied from the device in one piece, for all captions of a batch."""
+"""StackedFields up to this size are copied from the device in one piece, for all captions of a batch."""
 
 
 class EncodedCaption(NamedTuple):
@@ -41,7 +41,7 @@ class _FiniteRows:
     The device computes the answers with the batch. They are read when first asked for, once per batch.
     """
 
-    def __init__(self, columns: Columns) -> None:
+    def __init__(self, columns: StackedFields) -> None:
         rows = [torch.isfinite(c.flatten(1)).all(dim=1) for c in columns.values() if c.is_floating_point()]
         self._flags = to_host(torch.stack(rows).all(dim=0)) if rows else None
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from latentry.errors import RunError
-from latentry.processors.base import Columns
+from latentry.processors.base import StackedFields
 
 _SWITCH_INTERVAL_S = 1e-4
 
@@ -30,7 +30,7 @@ def copy_to_host(tensor: torch.Tensor) -> torch.Tensor:
     return to_host(tensor) if tensor.is_cuda else tensor.clone()
 
 
-def with_smaller_batches_on_oom(call: Callable[[Any], Columns], batch: Any) -> Columns:
+def with_smaller_batches_on_oom(call: Callable[[Any], StackedFields], batch: Any) -> StackedFields:
     """Return ``call(batch)``; if the device runs out of memory, call it with each half and join the results.
 
     Args:

@@ -9,9 +9,9 @@ from __future__ import annotations
 import importlib
 
 from latentry.errors import ConfigError
-from latentry.processors.base import Columns, Fields, Processor
+from latentry.processors.base import Fields, Processor, StackedFields
 
-__all__ = ["PROCESSORS", "Columns", "Fields", "Processor", "processor_class"]
+__all__ = ["PROCESSORS", "Fields", "Processor", "StackedFields", "processor_class"]
 
 PROCESSORS: dict[str, str] = {
     "tiny": "latentry.processors.tiny:TinyProcessor",

@@ -10,7 +10,7 @@ from latentry.types import ProcessorInfo
 
 Fields = dict[str, torch.Tensor]
 """Tensors of one sample, by their key in the cache file. The first dimension has size 1."""
-Columns = dict[str, torch.Tensor]
+StackedFields = dict[str, torch.Tensor]
 """Tensors of several samples, by their key in the cache file. Row i along the first dimension belongs to sample i."""
 
 
@@ -48,14 +48,14 @@ class Processor(Protocol):
             seeds: One per sample, to draw each latent from its posterior. None takes the posterior's mode.
         """
 
-    def encode_texts(self, captions: list[str]) -> Columns:
+    def encode_texts(self, captions: list[str]) -> StackedFields:
         """Encode captions to the fields that their samples have in the cache.
 
         Args:
             captions: Any number of captions; row i of each column belongs to caption i.
         """
 
-    def media_fields(self, pixels: torch.Tensor) -> Columns:
+    def media_fields(self, pixels: torch.Tensor) -> StackedFields:
         """Compute the fields, besides the latents, that depend on the pixels. Most models have none.
 
         Args:

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import torch
 
 from latentry.errors import ModelError
-from latentry.processors.base import Columns
+from latentry.processors.base import StackedFields
 from latentry.processors.vae import VaeEncoder
 from latentry.storage import content_digest
 
@@ -148,7 +148,7 @@ class DiffusersProcessor(ABC):
         folder = model_folder(model_name, cls.components, cls.optional_components)
         return folder_identity(folder, cls.components + cls.optional_components)
 
-    def media_fields(self, pixels: torch.Tensor) -> Columns:
+    def media_fields(self, pixels: torch.Tensor) -> StackedFields:
         return {}
 
     def bytes_needed(self, pixels: torch.Tensor) -> int:

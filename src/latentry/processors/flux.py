@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from latentry.processors.base import Columns
+from latentry.processors.base import StackedFields
 from latentry.processors.diffusers_model import DiffusersProcessor, loading, padded_tokens
 from latentry.processors.fused.clip import ClipEncoder
 from latentry.processors.fused.cuda_graphs import GraphedFunction
@@ -81,7 +81,7 @@ class FluxProcessor(DiffusersProcessor):
         return stored.to(torch.float16)
 
     @torch.inference_mode()
-    def encode_texts(self, captions: list[str]) -> Columns:
+    def encode_texts(self, captions: list[str]) -> StackedFields:
         clip_tokens, _ = padded_tokens(self._clip_tokenizer, captions, CLIP_LENGTH)
         t5_tokens, _ = padded_tokens(self._t5_tokenizer, captions, T5_LENGTH)
         on_device = to_device(clip_tokens, self._device)

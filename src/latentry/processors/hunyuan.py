@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from latentry.processors.base import Columns
+from latentry.processors.base import StackedFields
 from latentry.processors.diffusers_model import DiffusersProcessor, loading
 from latentry.processors.fused.hunyuan_vae import HunyuanEncoder
 from latentry.processors.vae import scaled_pixels, to_device, unscaled_pixels
@@ -82,7 +82,7 @@ class HunyuanProcessor(DiffusersProcessor):
         return scaled.to(torch.float16)
 
     @torch.inference_mode()
-    def encode_texts(self, captions: list[str]) -> Columns:
+    def encode_texts(self, captions: list[str]) -> StackedFields:
         from diffusers import HunyuanVideo15Pipeline
 
         qwen, qwen_mask = HunyuanVideo15Pipeline._get_mllm_prompt_embeds(
@@ -99,7 +99,7 @@ class HunyuanProcessor(DiffusersProcessor):
         }
 
     @torch.inference_mode()
-    def media_fields(self, pixels: torch.Tensor) -> Columns:
+    def media_fields(self, pixels: torch.Tensor) -> StackedFields:
         """SigLIP's embedding of each clip's first frame, if the model has SigLIP."""
         if self._siglip is None:
             return {}

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load
 
 from latentry.errors import ConfigError
-from latentry.processors.base import Columns
+from latentry.processors.base import StackedFields
 from latentry.processors.tiny_autoencoder import DOWNSCALE, TinyAutoencoder
 from latentry.processors.tiny_text import TinyTextEncoder
 from latentry.types import ProcessorInfo
@@ -60,14 +60,14 @@ class TinyProcessor:
         scaled = pixels.to(self._device).to(self._dtype, memory_format=torch.channels_last) / 127.5 - 1
         return self._autoencoder.encode(scaled).to(torch.float16).contiguous()
 
-    def encode_texts(self, captions: list[str]) -> Columns:
+    def encode_texts(self, captions: list[str]) -> StackedFields:
         encoded = [self._text.encode(caption) for caption in captions]
         return {
             "prompt_embeds": torch.stack([vectors for vectors, _ in encoded]).bfloat16(),
             "pooled_prompt_embeds": torch.stack([mean for _, mean in encoded]).bfloat16(),
         }
 
-    def media_fields(self, pixels: torch.Tensor) -> Columns:
+    def media_fields(self, pixels: torch.Tensor) -> StackedFields:
         return {}
 
     def bytes_needed(self, pixels: torch.Tensor) -> int:

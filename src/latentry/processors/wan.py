@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from latentry.processors.base import Columns
+from latentry.processors.base import StackedFields
 from latentry.processors.diffusers_model import DiffusersProcessor, loading, padded_tokens
 from latentry.processors.fused.self_check import checked_encoder
 from latentry.processors.fused.t5 import T5Encoder
@@ -76,7 +76,7 @@ class WanProcessor(DiffusersProcessor):
         return ((latents - self._mean) * self._inverse_std).to(torch.float16)
 
     @torch.inference_mode()
-    def encode_texts(self, captions: list[str]) -> Columns:
+    def encode_texts(self, captions: list[str]) -> StackedFields:
         from diffusers.pipelines.wan.pipeline_wan import prompt_clean
 
         cleaned = [prompt_clean(caption) for caption in captions]
