@@ -99,3 +99,10 @@ def test_unknown_names_stay_unknown():
 def test_new_names_do_not_warn():
     code = "import latentry, latentry.serve.loader, latentry.encode.prepare; latentry.VideoOptions; dir(latentry)"
     subprocess.run([sys.executable, "-W", "error", "-c", code], check=True)
+
+
+def test_old_name_of_stacked_fields():
+    from latentry import processors
+
+    with pytest.warns(DeprecationWarning, match="now StackedFields"):
+        assert processors.Columns is processors.StackedFields

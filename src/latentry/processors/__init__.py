@@ -7,6 +7,8 @@ heavy packages when its model is loaded. ``docs/how-to/add-a-processor.md`` show
 from __future__ import annotations
 
 import importlib
+import warnings
+from typing import Any
 
 from latentry.errors import ConfigError
 from latentry.processors.base import Fields, Processor, StackedFields
@@ -32,3 +34,14 @@ def processor_class(name: str) -> type[Processor]:
     module, _, attribute = PROCESSORS[name].partition(":")
     found: type[Processor] = getattr(importlib.import_module(module), attribute)
     return found
+
+
+def __getattr__(name: str) -> Any:
+    if name == "Columns":  # its name before version 0.2
+        warnings.warn(
+            "latentry.processors.Columns is now StackedFields; the old name goes away in the next release",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        return StackedFields
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
