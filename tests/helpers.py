@@ -28,6 +28,8 @@ from latentry.testing import read_counter
 DATA = Path(__file__).parent / "data"
 SMALL = Recipe(max_pixels=128 * 128)
 """A recipe that is quick on a CPU."""
+PACKED = Recipe(max_pixels=128 * 128, output_format="packed")
+"""The same, with shards."""
 EXAMPLES = Path(latentry.__file__).parent / "demo" / "pictures"
 
 FUSED_ENCODERS = {

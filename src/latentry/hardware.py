@@ -1,4 +1,4 @@
-"""What this process may use of the machine: cores, ranks and device memory.
+"""What this process may use of the machine: cores, ranks, devices and device memory.
 
 Importing this module loads nothing heavy. The functions that ask a GPU import torch when they are called.
 """
@@ -8,6 +8,8 @@ from __future__ import annotations
 import math
 import os
 from typing import TYPE_CHECKING
+
+from latentry.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
@@ -49,3 +51,33 @@ def share_of_memory(device: torch.device | str) -> float:
     if torch.device(device).type != "cuda":
         return math.inf
     return torch.cuda.get_device_properties(device).total_memory / 3
+
+
+def find_devices(wanted: str) -> list[str]:
+    """Turn the value of ``--devices`` into device names.
+
+    >>> find_devices("cpu")
+    ['cpu']
+
+    ``auto`` means every GPU, or the CPU if there is none. Otherwise ``wanted`` is a list such as
+    ``cuda:0,cuda:1``, or ``0,1`` for short.
+    """
+    import torch
+
+    if wanted == "auto":
+        return [f"cuda:{i}" for i in range(torch.cuda.device_count())] or ["cpu"]
+    return [_checked_device(part.strip()) for part in wanted.split(",")]
+
+
+def _checked_device(wanted: str) -> str:
+    import torch
+
+    name = f"cuda:{wanted}" if wanted.isdigit() else wanted
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ConfigError(f"unknown device {wanted!r}; use for example auto, cpu, cuda:0 or 0,1") from None
+    num_gpus = torch.cuda.device_count()
+    if device.type == "cuda" and (device.index or 0) >= num_gpus:
+        raise ConfigError(f"unknown device {name!r}; this machine has {num_gpus} GPUs")
+    return name

@@ -63,7 +63,7 @@ def _prepare(options: argparse.Namespace, recipe_fields: Mapping[str, Any], **in
     from latentry.buckets import MultiTierBucketCalculator
     from latentry.encode.prepare import prepare
     from latentry.encode.recipe import Recipe
-    from latentry.engines.local import find_devices
+    from latentry.hardware import find_devices
 
     preset = MultiTierBucketCalculator.RESOLUTION_PRESETS[options.resolution_preset or options.default_preset]
     recipe = Recipe(

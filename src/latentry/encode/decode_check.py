@@ -11,8 +11,8 @@ import torch
 from latentry.cache.checks import psnr_db
 from latentry.cache.format import CacheMetadata, Row
 from latentry.encode.recipe import ResolvedRecipe
-from latentry.engines.local import find_devices
 from latentry.errors import ConfigError, MediaError
+from latentry.hardware import find_devices
 from latentry.processors import processor_class
 from latentry.seeds import derived_seed
 from latentry.types import Caption, PlannedSample, SourceFile

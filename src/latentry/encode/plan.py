@@ -205,30 +205,30 @@ def _probe(
     parts = [files[i : i + size] for i in range(0, len(files), size)]
     with ThreadPoolExecutor(_PROBE_THREADS) as pool:
         try:
-            probed = chain.from_iterable(pool.map(probe_all, parts))
-            for count, ((file, caption), extent) in enumerate(zip(files, probed, strict=True), start=1):
-                if isinstance(extent, str):
-                    skipped.append(Failure(file.name, extent))
+            results = chain.from_iterable(pool.map(probe_all, parts))
+            for count, ((file, caption), probed) in enumerate(zip(files, results, strict=True), start=1):
+                if isinstance(probed, str):
+                    skipped.append(Failure(file.name, probed))
                 else:
-                    readable.append((file, caption, extent))
+                    readable.append((file, caption, probed))
                 on_progress(count)
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
-    buckets = choose_buckets([(extent.width, extent.height) for *_, extent in readable])
+    buckets = choose_buckets([(probed.width, probed.height) for *_, probed in readable])
     samples = [
         PlannedSample(
             file,
             caption,
-            width=extent.width,
-            height=extent.height,
+            width=probed.width,
+            height=probed.height,
             bucket_id=bucket_id,
-            bucket=Bucket(*resolution, extent.num_frames),
+            bucket=Bucket(*resolution, probed.num_frames),
             number=number,
-            num_samples=extent.num_samples,
+            num_samples=probed.num_samples,
         )
-        for (file, caption, extent), (bucket_id, resolution) in zip(readable, buckets, strict=True)
-        for number in range(extent.num_samples)
+        for (file, caption, probed), (bucket_id, resolution) in zip(readable, buckets, strict=True)
+        for number in range(probed.num_samples)
     ]
     return samples, skipped
 

@@ -22,8 +22,9 @@ from latentry.cache.write.workspace import Workspace
 from latentry.encode.pipeline import Outcome
 from latentry.encode.plan import Plan, bucket_chooser, count_buckets, make_plan, task_size_of
 from latentry.encode.recipe import Recipe, ResolvedRecipe, resolve_recipe
-from latentry.engines.local import Job, find_devices, run_tasks
+from latentry.engines.local import Job, run_tasks
 from latentry.errors import CacheError, ConfigError, RunError
+from latentry.hardware import find_devices
 from latentry.processors import processor_class
 from latentry.report.summary import PrepareResult
 from latentry.sources.captions import CaptionFinder

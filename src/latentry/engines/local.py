@@ -26,7 +26,7 @@ from latentry.cache.write.commits import Commit
 from latentry.cache.write.workspace import Workspace
 from latentry.encode.pipeline import Outcome, TaskRunner
 from latentry.encode.recipe import ResolvedRecipe
-from latentry.errors import ConfigError, LatentryError, RunError
+from latentry.errors import LatentryError, RunError
 from latentry.hardware import num_cores
 from latentry.processors import processor_class
 from latentry.types import Task
@@ -54,32 +54,6 @@ class Job:
 
 Reporter = Callable[[str, Outcome | Commit], None]
 """Receives a device name and a report: each sample's outcome and, with a single device, each commit."""
-
-
-def find_devices(wanted: str) -> list[str]:
-    """Turn the value of ``--devices`` into device names.
-
-    >>> find_devices("cpu")
-    ['cpu']
-
-    ``auto`` means every GPU, or the CPU if there is none. Otherwise ``wanted`` is a list such as
-    ``cuda:0,cuda:1``, or ``0,1`` for short.
-    """
-    if wanted == "auto":
-        return [f"cuda:{i}" for i in range(torch.cuda.device_count())] or ["cpu"]
-    return [_checked_device(part.strip()) for part in wanted.split(",")]
-
-
-def _checked_device(wanted: str) -> str:
-    name = f"cuda:{wanted}" if wanted.isdigit() else wanted
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise ConfigError(f"unknown device {wanted!r}; use for example auto, cpu, cuda:0 or 0,1") from None
-    num_gpus = torch.cuda.device_count()
-    if device.type == "cuda" and (device.index or 0) >= num_gpus:
-        raise ConfigError(f"unknown device {name!r}; this machine has {num_gpus} GPUs")
-    return name
 
 
 def run_tasks(job: Job, tasks: Sequence[Task], devices: Sequence[str], report: Reporter) -> None:
