@@ -51,6 +51,14 @@ class BucketKey:
     def bucket(self) -> Bucket:
         return Bucket(self.width, self.height, self.num_frames)
 
+    @property
+    def identity(self) -> str:
+        """The text that fingerprints and task ids are made of. It must not change: saved states depend on it."""
+        return (
+            f"BucketShape(width={self.width}, height={self.height}, aspect_name={self.aspect_name!r}, "
+            f"num_frames={self.num_frames})"
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class SourceFile:

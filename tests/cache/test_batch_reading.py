@@ -137,7 +137,7 @@ def test_loader_serves_custom_datasets(both):
         bucket_order="sequential",
     )  # fmt: skip
     loader = LatentDataLoader(
-        dataset, sampler, config, lambda items: {"rows": [item["row"] for item in items]}
+        dataset, sampler, lambda items: {"rows": [item["row"] for item in items]}, config
     )
     assert sum(len(batch["rows"]) for batch in loader) == 24
 

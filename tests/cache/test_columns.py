@@ -10,8 +10,8 @@ from helpers import assert_same_items
 
 from latentry.buckets import aspect_name
 from latentry.cache.index import open_index
-from latentry.cache.read.checks import IMAGE_FIELDS, VIDEO_FIELDS, image_columns, video_columns
 from latentry.cache.read.columns import Columns
+from latentry.cache.read.fields import IMAGE_FIELDS, VIDEO_FIELDS, image_columns, video_columns
 from latentry.cache.read.samples import open_samples
 from latentry.errors import CacheFileError
 from latentry.serve.dataset import TextToImageDataset

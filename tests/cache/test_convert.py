@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import EXAMPLES, PACKED, assert_same_batches, shards_of
+from helpers import EXAMPLES, PACKED, assert_same_batches, edit_json, shards_of
 
 import latentry
 from latentry import Recipe, prepare, verify_cache
@@ -222,3 +222,11 @@ def test_convert_command(tmp_path, capsys):
     with pytest.raises(SystemExit):
         main(["convert", str(source)])
     assert "--output_dir" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("shard_size", [-5, 0, None, "ten"])
+def test_metadata_without_a_usable_shard_size(tmp_path, shard_size):
+    source = make_image_cache(tmp_path / "files", {(256, 256): 3})
+    edit_json(source / "metadata.json", lambda metadata: metadata.update(shard_size=shard_size))
+    convert_cache(source, tmp_path / "pt", "pt")
+    assert len(list(TextToImageDataset(tmp_path / "pt"))) == 3

@@ -6,7 +6,7 @@ import json
 
 import msgspec
 import pytest
-from helpers import DATA, SMALL, rows_of
+from helpers import DATA, SMALL, edit_json, rows_of
 
 from latentry import prepare
 from latentry.cache.convert import convert_cache
@@ -19,6 +19,7 @@ from latentry.cache.format import (
     row_from_dict,
 )
 from latentry.errors import MetadataError
+from latentry.serve.dataset import TextToImageDataset
 
 
 def foreign_rows() -> list[dict]:
@@ -67,8 +68,8 @@ def test_missing_and_null_are_different():
 
 
 def test_mistyped_fields_are_errors():
-    with pytest.raises(msgspec.ValidationError, match=r"source_bytes"):
-        row_from_dict({"cache_file": "a.pt", "source_bytes": "many"})
+    with pytest.raises(msgspec.ValidationError, match=r"num_frames"):
+        row_from_dict({"cache_file": "a.pt", "num_frames": "many"})
     with pytest.raises(MetadataError, match="no bucket_resolution"):
         _ = Row(cache_file="a.pt").bucket
 
@@ -91,3 +92,30 @@ def test_unknown_keys_of_metadata_and_rows_survive_conversion(nemo_image_cache, 
     assert sum(row.get("rating") == 3 for row in rows_of(tmp_path / "files")) == len(
         json.loads(shard.read_text())
     )
+
+
+def test_mistyped_fields_that_nothing_depends_on_are_kept():
+    row = {
+        "cache_file": "a.pt",
+        "bucket_resolution": [64, 64],
+        "aspect_ratio": 1,
+        "prompt": None,
+        "pixels": 4096.5,
+    }
+    row |= {"source_bytes": "many", "model_type": "flux"}
+    typed = row_from_dict(row)
+    assert (typed.prompt, typed.pixels, typed.source_bytes, typed.model_type) == (None, None, None, "flux")
+    assert typed.to_dict() == row
+    assert type(typed.to_dict()["aspect_ratio"]) is int
+
+
+def test_a_cache_is_served_and_converted_whatever_its_recipe_says(nemo_image_cache, tmp_path):
+    def change(metadata):
+        metadata.update(max_pixels=65536.5, model_name={"a": 1}, recipe="flux", fingerprint=None)
+
+    edit_json(nemo_image_cache / "metadata.json", change)
+    assert len(list(TextToImageDataset(nemo_image_cache))) == 6
+    convert_cache(nemo_image_cache, tmp_path / "packed")
+    written = json.loads((tmp_path / "packed" / "metadata.json").read_text())
+    assert (written["max_pixels"], written["model_name"], written["recipe"]) == (65536.5, {"a": 1}, "flux")
+    assert written["fingerprint"] is None

@@ -253,7 +253,7 @@ def test_metadata_that_does_not_fit_the_index(both):
         with pytest.raises(CacheError, match=says):
             TextToImageDataset(both[1])
     path.write_text(json.dumps({**metadata, "total_items": 30}))
-    with pytest.raises(MetadataError, match="promises 30 items"):
+    with pytest.raises(MetadataError, match="lists 30 items"):
         TextToImageDataset(both[1])
 
 
@@ -268,3 +268,13 @@ def test_unknown_dtype_is_refused():
     with pytest.raises(TypeError, match="complex64"):
         ShardRow({"x": torch.zeros(2, dtype=torch.complex64)})
     assert shards.checksum([b"ab", b"c"]) == shards.checksum([b"abc"])
+
+
+def test_samples_of_a_truncated_shard_are_encoded_again(photos, tmp_path):
+    cache = tmp_path / "cache"
+    prepare(PACKED, image_dir=photos, output_dir=cache)
+    shard = shards_of(cache, "latents")[0]
+    shard.write_bytes(shard.read_bytes()[:-100])
+    result = prepare(PACKED, image_dir=photos, output_dir=cache)
+    assert (result.num_encoded, result.num_already_done) == (1, 11)
+    assert verify_cache(cache).exit_status == 0

@@ -32,6 +32,10 @@ def rewrite(path: Path, **changes) -> None:
     torch.save({**torch.load(path, weights_only=True), **changes}, path)
 
 
+def latent_of(path: Path) -> torch.Tensor:
+    return torch.load(path, weights_only=True)["latent"]
+
+
 def test_good_caches_of_any_kind_have_no_problems(cache, nemo_image_cache, nemo_video_cache, tmp_path):
     for folder, count in ((cache, 4), (nemo_image_cache, 6), (nemo_video_cache, 3)):
         result = verify_cache(folder)
@@ -64,7 +68,10 @@ def test_clips_are_decoded_too(tmp_path):
         (lambda f: f.unlink(), "missing"),
         (lambda f: f.write_bytes(f.read_bytes()[:-50]), "truncated or damaged"),
         (lambda f: f.write_bytes(f.read_bytes()[:-1] + b"x"), "checksum"),
-        (lambda f: rewrite(f, latent=torch.full((16, 16, 16), float("nan"))), "NaN|scaled-down"),
+        (lambda f: rewrite(f, latent=latent_of(f) * float("nan")), "has a latent with NaN"),
+        (lambda f: rewrite(f, latent=latent_of(f) * 0 + 3), r"has a constant latent \(3 everywhere\)"),
+        (lambda f: rewrite(f, bucket_id=77), "bucket_id is 77, but its row says"),
+        (lambda f: rewrite(f, model_type="flux"), "model_type is 'flux', but its row says 'tiny'"),
         (lambda f: rewrite(f, latent=torch.zeros(16, 3, 3)), "scaled-down"),
         (
             lambda f: rewrite(f, prompt_embeds=torch.full((1, 64, 64), float("inf"))),

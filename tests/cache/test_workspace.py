@@ -11,7 +11,7 @@ from helpers import SMALL, edit_json, rows_of, stopped_after
 
 from latentry import Recipe, prepare
 from latentry.cache.format import Row
-from latentry.cache.write.commits import ALL_ROWS, Commit, CommitLog
+from latentry.cache.write.commits import Commit, CommitLog
 from latentry.cache.write.workspace import Workspace
 from latentry.encode import plan
 from latentry.serve.dataset import TextToImageDataset
@@ -32,13 +32,6 @@ def test_the_later_run_counts_whatever_the_file_times(tmp_path):
     assert {r.sample_name: r.prompt for r in log.rows()} == {"x": "second", "y": "first"}
     assert list(log.failures()) == [Failure("z", "why")]
     assert CommitLog.next_run(tmp_path) == 3
-
-
-def test_all_rows_count_after_the_tasks_of_the_same_run(tmp_path):
-    log = CommitLog(tmp_path, 1)
-    log.write(Commit(ALL_ROWS, (row("x", "all"),), ()))
-    log.write(Commit("ff", (row("x", "task"),), ()))
-    assert [r.prompt for r in log.rows()] == ["task", "all"]
 
 
 def test_commits_of_earlier_releases_have_no_number_and_count_first(tmp_path):
@@ -86,7 +79,9 @@ def test_resumed_twice_with_changes_in_between_the_last_encoding_counts(photos, 
         for path in copied.rglob("*.json"):
             os.utime(path, (1_000_000, 1_000_000))
         cache = copied
-    prepare(SMALL, image_dir=photos, output_dir=cache)
+    runs = {path.name[:6] for path in (cache / ".latentry" / "commits").iterdir()}
+    assert runs == {"000001", "000002", "000003"}
+    assert prepare(SMALL, image_dir=photos, output_dir=cache).num_encoded == 0
     prompts = [r["prompt"] for r in rows_of(cache) if r["source_name"] == "space/astronaut.jpg"]
     assert prompts == ["three"]
 

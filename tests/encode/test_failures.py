@@ -11,7 +11,7 @@ import torch
 from helpers import SMALL, rows_of, stopped_after
 
 from latentry import Recipe, prepare
-from latentry.cache.checks import latent_problem
+from latentry.cache.latent_checks import latent_problem
 from latentry.encode import plan
 from latentry.errors import ConfigError, RunError
 from latentry.serve.dataset import TextToImageDataset
@@ -165,7 +165,7 @@ def test_nan_latents_and_captions_stop_the_run(photos, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         encode = TinyProcessor.encode_pixels
         patch.setattr(TinyProcessor, "encode_pixels", lambda self, *a: encode(self, *a) * float("nan"))
-        with pytest.raises(RunError, match=r"15 inputs in a row failed.*latent holds NaN"):
+        with pytest.raises(RunError, match=r"15 inputs in a row failed.*has a latent with NaN"):
             prepare(SMALL, image_dir=photos, output_dir=tmp_path / "latents")
     texts = TinyProcessor.encode_texts
 

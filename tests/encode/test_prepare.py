@@ -223,3 +223,12 @@ def test_output_inside_input(photos):
     for _ in range(2):
         result = prepare(SMALL, image_dir=photos, output_dir=photos / "cache")
         assert result.num_encoded + result.num_already_done == 12
+
+
+def test_inputs_dated_before_1970_are_done_once(photos, tmp_path):
+    for path in photos.rglob("*.jpg"):
+        os.utime(path, (-3600, -3600))
+    prepare(SMALL, image_dir=photos, output_dir=tmp_path / "cache")
+    result = prepare(SMALL, image_dir=photos, output_dir=tmp_path / "cache", max_files=3)
+    assert (result.num_encoded, result.num_already_done) == (0, 3)
+    assert len(rows_of(tmp_path / "cache")) == 12

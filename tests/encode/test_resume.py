@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from helpers import SMALL, files_of, rows_of, stopped_after
+from helpers import PACKED, SMALL, edit_json, files_of, rows_of, stopped_after
 
 from latentry import Recipe, prepare
 from latentry.encode import plan
@@ -188,21 +188,30 @@ def test_damaged_cache_file_is_encoded_again(photos, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "damage",
+    ("file", "content", "says"),
     [
-        lambda c: next((c / ".latentry" / "commits").iterdir()).write_text("{}"),
-        lambda c: next((c / ".latentry" / "commits").iterdir()).write_text('{"rows": [1], "failures": []}'),
-        lambda c: (c / ".latentry" / "recipe.json").write_text("{"),
-        lambda c: (c / "metadata.json").write_text('{"shards": [5]}'),
-        lambda c: (c / "metadata.json").write_text('{"shards": [], "format_version": 99, "recipe": {}}'),
+        (".latentry/commits/*.json", "{}", "is damaged .*; start over with --overwrite"),
+        (
+            ".latentry/commits/*.json",
+            '{"rows": [1], "failures": []}',
+            "is damaged .*; start over with --overwrite",
+        ),
+        (".latentry/recipe.json", "{", "is damaged .*; start over with --overwrite"),
+        ("metadata.json", '{"shards": [5]}', "Expected `str`.*; start over with --overwrite"),
+        (
+            "metadata.json",
+            '{"shards": [], "format_version": 99, "recipe": 5}',
+            "has format_version 99, this release",
+        ),
     ],
 )
-def test_damaged_state_is_a_one_line_error(photos, tmp_path, monkeypatch, damage):
+def test_damaged_state_is_a_one_line_error(photos, tmp_path, monkeypatch, file, content, says):
     monkeypatch.setattr(plan, "TASK_SIZE", 2)
     with pytest.raises(KeyboardInterrupt):
         prepare(SMALL, image_dir=photos, output_dir=tmp_path / "cache", on_progress=stopped_after(4))
-    damage(tmp_path / "cache")
-    with pytest.raises((MetadataError, RunError), match=r"damaged|format_version 99") as raised:
+    victim = next(iter((tmp_path / "cache").glob(file)), tmp_path / "cache" / file)
+    victim.write_text(content)
+    with pytest.raises((MetadataError, RunError), match=rf"{victim.name}:? {says}") as raised:
         prepare(SMALL, image_dir=photos, output_dir=tmp_path / "cache")
     assert "\n" not in str(raised.value)
 
@@ -273,3 +282,35 @@ if __name__ == "__main__":
     script.write_text(code)
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120)
     assert "died (exit code -9): committed work is kept; rerun" in done.stderr
+
+
+def test_overwrite_discards_the_commits_of_another_recipe(photos, tmp_path, monkeypatch):
+    monkeypatch.setattr(plan, "TASK_SIZE", 2)
+    other = Recipe(max_pixels=128 * 128, crop_mode="random")
+    with pytest.raises(KeyboardInterrupt):
+        prepare(SMALL, image_dir=photos, output_dir=tmp_path / "cache", on_progress=stopped_after(6))
+    prepare(other, image_dir=photos, output_dir=tmp_path / "cache", overwrite=True)
+    prepare(other, image_dir=photos, output_dir=tmp_path / "fresh")
+    assert_same_cache(tmp_path / "cache", tmp_path / "fresh")
+
+
+@pytest.mark.parametrize("recipe", [SMALL, PACKED], ids=["files", "packed"])
+@pytest.mark.parametrize("version", [1, 99])
+def test_kill_before_metadata_is_replaced_keeps_the_old_cache(photos, tmp_path, monkeypatch, recipe, version):
+    """Also if another release made it, and it is being overwritten."""
+    cache = tmp_path / "cache"
+    prepare(recipe, image_dir=photos, output_dir=cache, max_files=7)
+    edit_json(cache / "metadata.json", lambda metadata: metadata.update(format_version=version))
+    before = {path: path.read_bytes() for path in cache.rglob("*") if path.is_file()}
+
+    def kill(metadata):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("latentry.cache.format.CacheMetadata.to_json", kill)
+        with pytest.raises(KeyboardInterrupt):
+            prepare(recipe, image_dir=photos, output_dir=cache, overwrite=version != 1)
+    assert {path: path.read_bytes() for path in before} == before
+    assert len(list(TextToImageDataset(cache))) == 7
+    prepare(recipe, image_dir=photos, output_dir=cache, overwrite=version != 1)
+    assert len(list(TextToImageDataset(cache))) == 12

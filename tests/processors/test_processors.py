@@ -12,7 +12,7 @@ import torch
 from helpers import EXAMPLES
 from PIL import Image
 
-from latentry.cache.checks import psnr_db
+from latentry.cache.latent_checks import psnr_db
 from latentry.errors import ConfigError, ModelError
 from latentry.media.images import decode_image, fit_to_bucket
 from latentry.processors import PROCESSORS, processor_class

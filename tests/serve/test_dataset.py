@@ -173,3 +173,18 @@ def test_fingerprints_do_not_change_between_releases(tmp_path):
     clips = make_video_cache(tmp_path / "clips", {(128, 64, 9): 2, (128, 64, 17): 1})
     assert TextToImageDataset(images).fingerprint == "ff2a0736f530f42d33b6b7994f6fbdde"
     assert TextToVideoDataset(clips).fingerprint == "90d2bb1ce4949b48232ad888c574d68e"
+
+
+def test_a_mixin_that_overrides_items_is_honoured_in_batches(nemo_image_cache):
+    class Loud:
+        def __getitem__(self, idx):
+            item = super().__getitem__(idx)
+            return {**item, "prompt": item["prompt"].upper()}
+
+    class LoudDataset(Loud, TextToImageDataset):
+        pass
+
+    dataset = LoudDataset(nemo_image_cache)
+    assert dataset.has_own_items
+    assert [item["prompt"] for item in dataset.__getitems__([0, 1])] == [dataset[i]["prompt"] for i in (0, 1)]
+    assert dataset[0]["prompt"].isupper()

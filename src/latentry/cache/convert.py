@@ -30,7 +30,7 @@ from latentry.cache.format import (
     row_from_dict,
 )
 from latentry.cache.index import PackedIndex, open_index
-from latentry.cache.index.rows import MetadataRows
+from latentry.cache.index.rows import open_rows
 from latentry.cache.packed_format import SAFETENSORS_DTYPES
 from latentry.cache.read.samples import Samples, open_samples
 from latentry.cache.write.commits import Commit
@@ -38,7 +38,7 @@ from latentry.cache.write.sample_data import SampleData
 from latentry.cache.write.shards import TARGET_SHARD_BYTES
 from latentry.cache.write.task_writer import WriterThreads, task_writer
 from latentry.cache.write.workspace import Workspace
-from latentry.errors import CacheFileError, ConfigError, MetadataError, RunError
+from latentry.errors import CacheFileError, ConfigError, RunError
 from latentry.storage import content_digest
 from latentry.types import Bucket
 
@@ -98,7 +98,7 @@ def convert_cache(
         numbered: list[tuple[int, Row]] = []
         with WriterThreads.running(_NUM_WRITER_THREADS) as threads:
             for task_id, bucket, numbers in old.tasks():
-                if not workspace.is_committed(task_id):
+                if not workspace.is_committed(task_id, len(numbers)):
                     writer = task_writer(output, output_format, bucket, task_id, threads)
                     for number in numbers:
                         writer.add(*old.sample(number))
@@ -130,16 +130,14 @@ class _OldCache:
     """The cache that is converted."""
 
     def __init__(self, cache_dir: Path, output_format: str) -> None:
-        self._cache_dir = cache_dir
         self._output_format = output_format
         self._index = open_index(cache_dir, aspect_name)
         self._samples: Samples = open_samples(cache_dir, self._index)
         self._metadata = self._index.metadata
         self.signature = f"{self._index.fingerprint} {content_digest(cache_dir / METADATA_NAME)}"
-        self.shard_size = self._metadata.shard_size or _DEFAULT_SHARD_SIZE
-        self._rows: MetadataRows | None = None
-        if not isinstance(self._index, PackedIndex):
-            self._rows = MetadataRows(cache_dir, self._metadata.shards, self._index.shard_lengths)
+        recorded = self._metadata.shard_size
+        self.shard_size = recorded if recorded and recorded > 0 else _DEFAULT_SHARD_SIZE
+        self._rows = open_rows(cache_dir, self._index)
 
     def __len__(self) -> int:
         return len(self._index)
@@ -154,7 +152,7 @@ class _OldCache:
                 size = max(1, TARGET_SHARD_BYTES // _latent_bytes(self._samples.load(rows[0])))
             for start in range(0, len(rows), size):
                 part = rows[start : start + size]
-                text = f"{self.signature} {self._output_format} {key} {start} {size}"
+                text = f"{self.signature} {self._output_format} {key.identity} {start} {size}"
                 task_id = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
                 yield task_id, key.bucket, part
 
@@ -185,17 +183,10 @@ class _OldCache:
         return self._name(number), self._row(number), data
 
     def _row(self, number: int) -> Row:
-        if isinstance(self._index, PackedIndex):
-            written = self._index.row(number)
-        else:
-            assert self._rows is not None
-            written = self._rows[number]
-        try:
-            row = row_from_dict({**written, "cache_file": ""})
-        except msgspec.ValidationError as error:
-            raise MetadataError(f"{self._cache_dir}, row {number}: {error}") from None
+        written = {key: value for key, value in self._rows[number].items() if key != "packed_row"}
+        row = row_from_dict({**written, "cache_file": ""})
         return msgspec.structs.replace(
-            row, bucket_resolution=row.bucket.resolution, file_bytes=-1, file_digest=""
+            row, bucket_resolution=row.bucket.resolution, file_bytes=None, file_digest=""
         )
 
     def _name(self, number: int) -> str:

@@ -50,7 +50,7 @@ class IndexRow(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
     bucket_resolution: tuple[int, int] | None = None
     crop_resolution: tuple[int, int] | None = None
     """What early image caches call ``bucket_resolution``."""
-    aspect_ratio: float | None = None
+    aspect_ratio: int | float | None = None
     num_frames: int | None = None
 
 
@@ -73,10 +73,11 @@ class Row(IndexRow, kw_only=True, omit_defaults=True):
     caption_source: str = ""
     source_name: str = ""
     """The input file, relative to the source."""
-    source_bytes: int = -1
-    source_modified_ns: int = -1
+    source_bytes: int | None = None
+    source_modified_ns: int | None = None
+    """Negative for files dated before 1970."""
     source_digest: str = ""
-    file_bytes: int = -1
+    file_bytes: int | None = None
     file_digest: str = ""
     packed: PackedEntry | None = None
     """Set where the sample is stored in shards."""
@@ -117,7 +118,7 @@ _ROW_KEYS = (
 
 
 def row_from_dict(data: Json) -> Row:
-    """The typed row. Raises ``msgspec.ValidationError`` if a field has the wrong type."""
+    """The typed row. Raises ``msgspec.ValidationError`` if a field that finding samples depends on is mistyped."""
     return _from_dict(data, Row, _ROW_KEYS)
 
 
@@ -185,12 +186,28 @@ class CacheMetadata(msgspec.Struct, kw_only=True, omit_defaults=True):
 _METADATA_KEYS = tuple(name for name in CacheMetadata.__struct_fields__ if name != "other")
 
 
-class _PackedVersion(msgspec.Struct):
+class _PackedNames(msgspec.Struct):
     version: Any = None
+    index: Any = None
 
 
-class _Versions(msgspec.Struct):
-    packed: _PackedVersion | None = None
+class WrittenNames(msgspec.Struct):
+    """The little of ``metadata.json`` that every release understands: its version, and which files it uses."""
+
+    format_version: Any = None
+    shards: list[Any] = []
+    packed: _PackedNames | None = None
+
+    @property
+    def files(self) -> set[str]:
+        """The metadata shards and the index that the file lists."""
+        index = [self.packed.index] if self.packed is not None else []
+        return {name for name in [*self.shards, *index] if isinstance(name, str)}
+
+
+def read_written_names(cache_dir: Path) -> WrittenNames:
+    """Read the version and the files of a cache that another release may have written."""
+    return _decode(cache_dir / METADATA_NAME, msgspec.json.Decoder(WrittenNames).decode)
 
 
 def read_metadata(cache_dir: Path) -> CacheMetadata:
@@ -214,7 +231,7 @@ def read_metadata(cache_dir: Path) -> CacheMetadata:
 
 
 def _decode_metadata(content: bytes) -> CacheMetadata:
-    versions = msgspec.json.decode(content, type=_Versions)
+    versions = msgspec.json.decode(content, type=WrittenNames)
     if versions.packed is not None and versions.packed.version != PACKED_VERSION:
         raise msgspec.ValidationError(
             f"the packed index has version {versions.packed.version}; this release reads version {PACKED_VERSION}"
@@ -233,15 +250,39 @@ def recipe_fingerprint(recipe: Mapping[str, Any]) -> str:
 def _to_dict(record: Row | CacheMetadata, keys: tuple[str, ...]) -> Json:
     found = msgspec.to_builtins(record)
     known = {key: found[key] for key in keys if key in found}
-    return {key: list(v) if isinstance(v, tuple) else v for key, v in known.items()} | record.other
+    known = {key: list(value) if isinstance(value, tuple) else value for key, value in known.items()}
+    return {**known, **{key: value for key, value in record.other.items() if key not in known}}
 
 
 def _from_dict(data: Json, kind: type[RecordT], keys: tuple[str, ...]) -> RecordT:
-    known = {key: value for key, value in data.items() if key in keys}
-    record = msgspec.convert(known, kind)
+    """The typed record. Unknown keys, nulls, and values of optional keys that have another type go to ``other``."""
+    known = {key: value for key, value in data.items() if key in keys and value is not None}
+    try:
+        record = msgspec.convert(known, kind)
+    except msgspec.ValidationError:
+        types = {field.name: field.type for field in msgspec.structs.fields(kind)}
+        known = {key: v for key, v in known.items() if key in _ESSENTIAL or _fits(v, types[key])}
+        record = msgspec.convert(known, kind)
     if len(known) < len(data):
-        record.other = {key: value for key, value in data.items() if key not in keys}
+        record.other = {key: value for key, value in data.items() if key not in known}
+        for key in record.other.keys() & _NULLABLE:
+            if record.other[key] is None:
+                setattr(record, key, record.other.pop(key))
     return record
+
+
+_ESSENTIAL = frozenset(IndexRow.__struct_fields__) | {"shards", "total_items", "format_version", "packed"}
+"""Keys that finding and reading samples depends on; a wrong type is an error."""
+_NULLABLE = frozenset({"bucket_id", "caption_field"})
+"""Keys that Latentry itself writes as null."""
+
+
+def _fits(value: Any, expected: Any) -> bool:
+    try:
+        msgspec.convert(value, expected)
+    except msgspec.ValidationError:
+        return False
+    return True
 
 
 def _decode(path: Path, decode: Callable[[bytes], T]) -> T:

@@ -13,15 +13,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
 
 from latentry.buckets import aspect_name
-from latentry.cache.checks import latent_problem
 from latentry.cache.format import Row, row_from_dict
 from latentry.cache.index import CacheIndex, PackedIndex, open_index
 from latentry.cache.index.rows import open_rows
-from latentry.cache.read.checks import IMAGE_FIELDS, VIDEO_FIELDS, image_columns, video_columns
+from latentry.cache.latent_checks import latent_problem
+from latentry.cache.read.fields import IMAGE_FIELDS, VIDEO_FIELDS, image_columns, video_columns
 from latentry.cache.read.samples import Samples, open_samples
 from latentry.errors import CacheError, MediaError
 from latentry.storage import content_digest
@@ -96,12 +95,8 @@ def check_cache(
     psnr: dict[str, float] = {}
     for number, written in enumerate(open_rows(cache_dir, index)):
         name = checker.name(number)
-        try:
-            row = row_from_dict(written)
-        except msgspec.ValidationError as error:
-            problems.append(Problem(name, f"its row is not valid: {error}"))
-            continue
-        found = list(checker.problems(number, row))
+        row = row_from_dict(written)
+        found = list(checker.problems(number, row, written))
         if compare is not None and not found:
             try:
                 psnr[name] = compare(row, checker.load(number))
@@ -143,7 +138,7 @@ class _Checker:
     def load(self, number: int) -> LoadedSample:
         return self._samples.load(number)
 
-    def problems(self, number: int, row: Row) -> Iterator[str]:
+    def problems(self, number: int, row: Row, written: Mapping[str, Any]) -> Iterator[str]:
         """What is wrong with one sample."""
         name = self.name(number)
         try:
@@ -160,7 +155,6 @@ class _Checker:
                 if value.is_floating_point() and not torch.isfinite(value).all():
                     yield f"{key} contains NaN or infinite values"
                 self._types[key][_type_of(key, value)].append(name)
-        written = row.to_dict()
         for key in ("prompt", "bucket_id", "num_frames", "model_type"):
             if key in written and key in data and written[key] != data[key]:
                 yield f"{key} is {data[key]!r}, but its row says {written[key]!r}"

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from latentry.cache.checks import latent_flags, psnr_db
+from latentry.cache.latent_checks import latent_flags, psnr_db
 from latentry.encode.caption_batches import CaptionBatches, EncodedCaption
 from latentry.encode.device import to_host, with_smaller_batches_on_oom
 from latentry.encode.read_ahead import DecodedSample, RunningTask

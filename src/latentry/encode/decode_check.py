@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from latentry.cache.checks import psnr_db
 from latentry.cache.format import CacheMetadata, Row
+from latentry.cache.latent_checks import psnr_db
 from latentry.encode.recipe import ResolvedRecipe
 from latentry.errors import ConfigError, MediaError
 from latentry.hardware import find_devices
@@ -36,7 +36,7 @@ class DecodeCheck:
         """How close a sample's decoded latent is to its source, in decibels."""
         file = self._reader.load(Path(row.media_path or ""))
         if file.digest != row.source_digest:
-            raise MediaError("has changed since; run the same command again to encode it anew")
+            raise MediaError("has changed since it was encoded; rerun the same command to encode it again")
         latents = data["latent"][None] if "latent" in data else data["video_latents"]
         decoded = self._processor.decode_latents(latents)[0]
         seed = derived_seed(self._recipe.seed, "crop", row.source_name)
@@ -48,7 +48,7 @@ def _planned(row: Row) -> PlannedSample:
     """The sample as it was planned."""
     width, height = row.original_resolution or (0, 0)
     return PlannedSample(
-        SourceFile(row.source_name, row.source_bytes, row.source_modified_ns),
+        SourceFile(row.source_name, row.source_bytes or 0, row.source_modified_ns or 0),
         Caption(row.prompt or "", row.caption_source),
         width=width,
         height=height,

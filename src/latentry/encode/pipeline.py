@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from latentry.cache.checks import problem_of_flags
+from latentry.cache.latent_checks import problem_of_flags
 from latentry.cache.write.commits import Commit
 from latentry.cache.write.sample_data import SampleData, image_data, sample_row, video_data
 from latentry.cache.write.task_writer import WriterThreads, task_writer
@@ -104,11 +104,11 @@ class TaskRunner:
                 for running, batch in read_ahead.batches(running_tasks, self._decoding_failed):
                     queued.append(running if batch is None else self._encoder.queue(running, batch))
                     while _first_is_due(queued, max_queued):
-                        self._land(queued.popleft(), closing)
+                        self._write_results(queued.popleft(), closing)
                     while closing and (closing[0].writer.done() or len(closing) > max_closing):
                         yield closing.popleft().commit()
                 while queued:
-                    self._land(queued.popleft(), closing)
+                    self._write_results(queued.popleft(), closing)
                 while closing:
                     yield closing.popleft().commit()
             except BaseException:
@@ -126,7 +126,7 @@ class TaskRunner:
 
     # ---- results ----------------------------------------------------------------------------
 
-    def _land(self, queued: QueuedBatch | RunningTask, closing: deque[RunningTask]) -> None:
+    def _write_results(self, queued: QueuedBatch | RunningTask, closing: deque[RunningTask]) -> None:
         """Pass a finished batch to its writer; at the end of a task, tell the writer so."""
         if isinstance(queued, RunningTask):
             queued.writer.finish()

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from latentry.cache.read.checks import VIDEO_FIELDS
 from latentry.cache.read.columns import Columns
+from latentry.cache.read.fields import VIDEO_FIELDS
 from latentry.errors import CacheFileError, ConfigError
 
 Batch = dict[str, Any]

@@ -153,7 +153,7 @@ def _build(
         rank=config.dp_rank,
         bucket_order=config.bucket_order,
     )
-    return LatentDataLoader(dataset, sampler, config), sampler
+    return LatentDataLoader(dataset, sampler, None, config), sampler
 
 
 _BUILDERS: dict[str, Callable[..., tuple[LatentDataLoader, SequentialBucketSampler]]] = {

@@ -19,8 +19,9 @@ from latentry.buckets import MultiTierBucketCalculator, aspect_name
 from latentry.cache.index import CacheIndex, open_index
 from latentry.cache.index.file_index import index_of_dicts
 from latentry.cache.index.packed_index import PackedIndex
-from latentry.cache.index.rows import LazyRows, MetadataRows, PackedRows
-from latentry.cache.read.checks import (
+from latentry.cache.index.rows import LazyRows, open_rows
+from latentry.cache.read.columns import Columns
+from latentry.cache.read.fields import (
     IMAGE_FIELDS,
     IMAGE_TOKEN_FIELDS,
     VIDEO_FIELDS,
@@ -29,7 +30,6 @@ from latentry.cache.read.checks import (
     map_samples,
     video_columns,
 )
-from latentry.cache.read.columns import Columns
 from latentry.cache.read.file_samples import FileSamples
 from latentry.cache.read.packed_samples import PackedSamples
 from latentry.cache.read.resources import ReadResources
@@ -115,9 +115,10 @@ class BaseMultiresolutionDataset(Dataset[dict[str, Any]]):
         return self._overrides("__getitem__") or self._overrides("__getitems__")
 
     def _overrides(self, name: str) -> bool:
-        """Whether a subclass of the class that defines ``read_batch`` defines this method."""
+        """Whether a class that comes before the one that defines ``read_batch`` defines this method."""
+        order = type(self).__mro__
         owner, reader = (_defining_class(type(self), method) for method in (name, "read_batch"))
-        return owner is not reader and issubclass(owner, reader)
+        return order.index(owner) < order.index(reader)
 
     def _read_fields(
         self, indices: Sequence[int], fields: FileFields, resources: ReadResources | None
@@ -132,11 +133,7 @@ class BaseMultiresolutionDataset(Dataset[dict[str, Any]]):
     def _open_cache(self) -> None:
         self.index: CacheIndex | PackedIndex = open_index(self.cache_dir, self._aspect_ratio_to_name)
         self.samples: Samples = open_samples(self.cache_dir, self.index)
-        self._rows: Sequence[dict[str, Any]]
-        if isinstance(self.index, PackedIndex):
-            self._rows = PackedRows(self.cache_dir, self.index)
-        else:
-            self._rows = MetadataRows(self.cache_dir, self.index.metadata.shards, self.index.shard_lengths)
+        self._rows: Sequence[dict[str, Any]] = open_rows(self.cache_dir, self.index)
 
     @property
     def is_packed(self) -> bool:

@@ -74,7 +74,7 @@ class LoaderConfig:
         sides = list(self.base_resolution) if isinstance(self.base_resolution, Iterable) else []
         if len(sides) != 2 or not all(isinstance(side, int) and side > 0 for side in sides):
             raise ConfigError(f"base_resolution is {self.base_resolution!r}; it must be [width, height]")
-        assert self.torch_device is None or self.torch_device.type
+        _ = self.torch_device  # raises an error if there is no such device
 
     @property
     def torch_device(self) -> torch.device | None:
@@ -108,16 +108,16 @@ class LatentDataLoader(AccelerateHooks, DataLoader[Any]):
     Args:
         dataset: The samples.
         sampler: Their order; the loader's state is the sampler's state.
+        collate_fn: Makes a batch of a list of samples. None uses the dataset's own ``collate``, which needs no copy.
         config: How batches are read. Its values for the sampler are not used here.
-        collate_fn: Makes a batch of a list of samples. By default the dataset's own ``collate``, which needs no copy.
     """
 
     def __init__(
         self,
         dataset: BaseMultiresolutionDataset,
         sampler: SequentialBucketSampler,
+        collate_fn: Callable[[Sequence[Mapping[str, Any]]], Batch] | None,
         config: LoaderConfig,
-        collate_fn: Callable[[Sequence[Mapping[str, Any]]], Batch] | None = None,
     ) -> None:
         super().__init__(
             dataset,
@@ -148,7 +148,7 @@ class LatentDataLoader(AccelerateHooks, DataLoader[Any]):
                     )
                 iteration.mark_received(step)
                 self.end_of_dataloader = step == iteration.steps[-1]
-                yield batch if self.device is None else _to_device(batch, self.device)
+                yield batch if self.device is None else _map_tensors(batch, self._to_device)
 
     def _batches(self, iteration: EpochIteration) -> Iterator[Batch]:
         """The batches in order, prefetched by threads, or read on request.
@@ -177,11 +177,20 @@ class LatentDataLoader(AccelerateHooks, DataLoader[Any]):
         """The function that reads and collates a batch."""
         dataset: Any = self.dataset
         collate: Callable[[Any], Batch] = self.collate_fn
-        if dataset.has_own_items:
-            return lambda indices: collate(dataset.__getitems__(indices))
-        if collate == dataset.collate_items:
+        if collate == dataset.collate_items and not dataset.has_own_items:
             return lambda indices: dataset.collate(dataset.read_batch(indices, self._resources))
-        return lambda indices: collate(dataset.read_batch(indices, self._resources).items())
+
+        def read(indices: Sequence[int]) -> Batch:
+            if dataset.has_own_items:
+                batch = collate(dataset.__getitems__(indices))
+            else:
+                batch = collate(dataset.read_batch(indices, self._resources).items())
+            return _map_tensors(batch, torch.Tensor.pin_memory) if self.pin_memory else batch
+
+        return read
+
+    def _to_device(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(self.device, non_blocking=True)
 
     def set_epoch(self, epoch: int) -> None:
         """Use this epoch's shuffle, from its beginning.
@@ -204,9 +213,10 @@ class LatentDataLoader(AccelerateHooks, DataLoader[Any]):
         self.bucket_sampler.load_state_dict(state_dict)
 
 
-def _to_device(value: Any, device: torch.device) -> Any:
+def _map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """The batch with a function applied to each tensor, also in dictionaries inside of it."""
     if isinstance(value, torch.Tensor):
-        return value.to(device, non_blocking=True)
+        return change(value)
     if isinstance(value, dict):
-        return {key: _to_device(entry, device) for key, entry in value.items()}
+        return {key: _map_tensors(entry, change) for key, entry in value.items()}
     return value

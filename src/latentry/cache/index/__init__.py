@@ -44,6 +44,6 @@ def _check_count(cache_dir: Path, metadata: CacheMetadata, found: int) -> None:
         raise MetadataError(f"{cache_dir} holds no samples: its shards are empty")
     if metadata.total_items not in (None, found):
         raise MetadataError(
-            f"{cache_dir / METADATA_NAME} promises {metadata.total_items} items, but its shards hold "
+            f"{cache_dir / METADATA_NAME} lists {metadata.total_items} items, but its shards hold "
             f"{found}; the preprocessing was interrupted or a shard was replaced: run it again"
         )

@@ -61,9 +61,10 @@ class CacheIndex:
     @cached_property
     def fingerprint(self) -> str:
         """Identifies the files and their order, wherever the cache is."""
-        # The class was once called BucketShape. Saved states contain the fingerprint, so its text stays.
-        buckets = repr(self.bucket_keys).replace("BucketKey(", "BucketShape(")
-        digest = hashlib.blake2b(buckets.encode(), digest_size=16)
+        buckets = ", ".join(key.identity for key in self.bucket_keys)
+        # The text of a tuple: one element has a trailing comma.
+        text = f"({buckets},)" if len(self.bucket_keys) == 1 else f"({buckets})"
+        digest = hashlib.blake2b(text.encode(), digest_size=16)
         digest.update(np.ascontiguousarray(self.bucket_of_row).data)
         _, offsets, characters = self.names.buffers()
         ends = np.frombuffer(offsets, dtype=np.int64, count=len(self) + 1)

@@ -1,4 +1,4 @@
-"""The rows of a cache as a sequence of dictionaries, for those who look at them.
+"""The rows of a cache as a sequence of dictionaries.
 
 Training never does. Whole rows of ten million samples would take gigabytes, so each is read when it is asked for.
 """

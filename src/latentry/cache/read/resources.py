@@ -15,4 +15,4 @@ class ReadResources:
     buffers: BufferPool = field(default_factory=BufferPool)
     """Where batches are read into."""
     threads: ReadThreads = field(default_factory=ReadThreads)
-    """Who reads the parts of one batch."""
+    """Threads that read a batch."""

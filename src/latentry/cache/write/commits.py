@@ -1,7 +1,7 @@
 """The committed tasks of a run: one file each, published in one step.
 
 A file's name begins with the number of the run that wrote it. Where two commits have the same sample, the later
-run's row counts. File times do not matter: they change when a folder is copied.
+run's row takes precedence. File times do not matter: they change when a folder is copied.
 """
 
 from __future__ import annotations
@@ -20,8 +20,6 @@ from latentry.errors import MetadataError, RunError
 from latentry.storage import publish
 from latentry.types import Failure
 
-ALL_ROWS = "all"
-"""The task id under which a run that is finishing commits all rows of the cache."""
 _COMMIT_NAME = re.compile(r"(?:(\d+)-)?([0-9a-z]+)\.json")
 """Older releases wrote no run number."""
 
@@ -82,13 +80,13 @@ class CommitLog:
 
 
 def _listed(folder: Path) -> list[tuple[int, str, Path]]:
-    """(run, task id, path) of each commit, in the order in which they count."""
+    """(run, task id, path) of each commit, in order of precedence, the lowest first."""
     found = []
     for path in folder.glob("*.json"):
         match = _COMMIT_NAME.fullmatch(path.name)
         if match:
             found.append((int(match[1] or 0), match[2], path))
-    return sorted(found, key=lambda entry: (entry[0], entry[1] == ALL_ROWS, entry[1]))
+    return sorted(found)
 
 
 def _read(path: Path) -> _CommitFile:

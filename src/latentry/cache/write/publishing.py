@@ -15,16 +15,25 @@ from pathlib import Path
 import msgspec
 
 from latentry.buckets import aspect_name
-from latentry.cache.format import FAILURES_NAME, FORMAT_VERSION, METADATA_NAME, CacheMetadata, Row
+from latentry.cache.format import (
+    FAILURES_NAME,
+    FORMAT_VERSION,
+    METADATA_NAME,
+    CacheMetadata,
+    Row,
+    read_written_names,
+)
 from latentry.cache.index.file_index import index_of_rows
 from latentry.cache.packed_format import PackedHeader
 from latentry.cache.write.commits import write_text
 from latentry.cache.write.packed_index import write_packed_index
-from latentry.errors import RunError
+from latentry.errors import MetadataError, RunError
 from latentry.types import Failure
 
-PACKED_INDEX_NAMES = ("packed_index.arrow", "packed_index_b.arrow")
-"""The index of a packed cache alternates between two names. Older releases called it ``index.arrow``."""
+_SUFFIXES = ("", "_b", "_c", "_d")
+"""Ends of file names: a name that the current cache uses is not written to."""
+_PATTERNS = ("metadata_shard_*.json", "index*.arrow", "packed_index*.arrow")
+"""Older releases called the index of a packed cache ``index.arrow``."""
 
 
 def publish_metadata(
@@ -33,7 +42,6 @@ def publish_metadata(
     failures: Sequence[Failure],
     shard_size: int,
     metadata: CacheMetadata,
-    replaces: CacheMetadata | None,
 ) -> None:
     """Publish these rows and failures as the cache in the folder.
 
@@ -43,11 +51,11 @@ def publish_metadata(
         failures: The inputs that could not be encoded; they go to ``failures.jsonl``.
         shard_size: Rows per metadata shard. A packed cache has none.
         metadata: What to record about the run; counts, shards and index are filled in here.
-        replaces: The current metadata.
     """
-    packed = _publish_index(folder, rows, replaces) if rows and rows[0].packed is not None else None
+    current = _current_files(folder)
+    packed = _publish_index(folder, rows, current) if rows and rows[0].packed is not None else None
     parts = [] if packed else [rows[i : i + shard_size] for i in range(0, len(rows), shard_size)]
-    shards = _publish_shards(folder, parts, replaces)
+    shards = _publish_shards(folder, parts, current)
     if rows:
         complete = msgspec.structs.replace(
             metadata,
@@ -63,20 +71,27 @@ def publish_metadata(
         (folder / METADATA_NAME).unlink(missing_ok=True)
     _write_failures(folder / FAILURES_NAME, failures)
     keep = {*shards, packed.index if packed else ""}
-    for pattern in ("metadata_shard_*.json", "index*.arrow", "packed_index*.arrow"):
+    for pattern in _PATTERNS:
         for path in folder.glob(pattern):
             if path.name not in keep:
                 path.unlink()
 
 
-def _publish_shards(
-    folder: Path, parts: Sequence[Sequence[Row]], replaces: CacheMetadata | None
-) -> list[str]:
-    current = set(replaces.shards) if replaces else set()
+def _current_files(folder: Path) -> set[str]:
+    """The metadata shards and the index that the current cache uses; all that exist if that cannot be read."""
+    if not (folder / METADATA_NAME).is_file():
+        return set()
+    try:
+        return read_written_names(folder).files
+    except MetadataError:
+        return {path.name for pattern in _PATTERNS for path in folder.glob(pattern)}
+
+
+def _publish_shards(folder: Path, parts: Sequence[Sequence[Row]], current: set[str]) -> list[str]:
     shards = []
     for number, part in enumerate(parts):
         content = json.dumps([row.to_dict() for row in part], indent=2)
-        names = (f"metadata_shard_{number:04d}{suffix}.json" for suffix in ("", "_b", "_c"))
+        names = (f"metadata_shard_{number:04d}{suffix}.json" for suffix in _SUFFIXES)
         name = next(n for n in names if n not in current or _has_text(folder / n, content))
         write_text(folder / name, content)
         shards.append(name)
@@ -87,11 +102,11 @@ def _has_text(path: Path, text: str) -> bool:
     return path.is_file() and path.read_text("utf-8") == text
 
 
-def _publish_index(folder: Path, rows: Sequence[Row], replaces: CacheMetadata | None) -> PackedHeader:
-    current = replaces.packed.index if replaces and replaces.packed else None
-    if current and not (folder / current).is_file():
-        current = None
-    path = folder / next(name for name in PACKED_INDEX_NAMES if name != current)
+def _publish_index(folder: Path, rows: Sequence[Row], current: set[str]) -> PackedHeader:
+    path = folder / next(
+        n for n in (f"packed_index{suffix}.arrow" for suffix in _SUFFIXES) if n not in current
+    )
+    old = next((name for name in current if name.endswith(".arrow") and (folder / name).is_file()), None)
     named = [
         msgspec.structs.replace(row, cache_file=row.packed.name) for row in rows if row.packed is not None
     ]
@@ -99,9 +114,9 @@ def _publish_index(folder: Path, rows: Sequence[Row], replaces: CacheMetadata | 
     groups = list(zip(index.bucket_keys, index.rows_by_bucket(), strict=True))
     try:
         header = write_packed_index(path, rows, groups, index.fingerprint)
-        if current and filecmp.cmp(path, folder / current, shallow=False):
+        if old is not None and filecmp.cmp(path, folder / old, shallow=False):
             path.unlink()  # nothing has changed: the same command leaves the same cache
-            return msgspec.structs.replace(header, index=current)
+            return msgspec.structs.replace(header, index=old)
         return header
     except OSError as error:
         raise RunError(f"cannot write {path}: {error.strerror}") from None

@@ -27,13 +27,14 @@ from latentry.cache.format import (
     Row,
     read_metadata,
     read_row_dicts,
+    read_written_names,
     row_from_dict,
 )
 from latentry.cache.index.packed_index import PackedIndex
-from latentry.cache.write.commits import ALL_ROWS, Commit, CommitLog, decode_json, write_text
+from latentry.cache.write.commits import Commit, CommitLog, decode_json, write_text
 from latentry.cache.write.publishing import publish_metadata
 from latentry.errors import MetadataError, RunError
-from latentry.storage import path_inside
+from latentry.storage import KnownFolders
 from latentry.types import Failure
 
 _WORK = ".latentry"
@@ -50,6 +51,7 @@ class Workspace:
         """The number of this run, which orders its commits after those of earlier runs."""
         self._commits_folder = folder / _WORK / "commits"
         self._commits = CommitLog(self._commits_folder, run)
+        self._folders = KnownFolders(folder)
         self._recipe = folder / _WORK / "recipe.json"
         self._overwriting = folder / _WORK / "overwriting"
 
@@ -96,15 +98,15 @@ class Workspace:
         if not path.is_file():
             return None
         try:
-            metadata = read_metadata(self.folder)
+            version = read_written_names(self.folder).format_version
+            if version not in (None, FORMAT_VERSION):
+                raise RunError(
+                    f"{path} has format_version {version}, this release writes {FORMAT_VERSION}; "
+                    "use the release that made it, or choose another output_dir"
+                )
+            return read_metadata(self.folder)
         except MetadataError as error:
             raise MetadataError(f"{error}; start over with --overwrite") from None
-        if metadata.format_version not in (None, FORMAT_VERSION):
-            raise RunError(
-                f"{path} has format_version {metadata.format_version}, this release writes {FORMAT_VERSION}; "
-                "use the release that made it, or choose another output_dir"
-            )
-        return metadata
 
     def unfinished_recipe(self) -> dict[str, Any] | None:
         """The recipe of a run that has not finished."""
@@ -155,8 +157,8 @@ class Workspace:
         """Whether the row's files exist and are large enough; ``sizes`` caches the sizes of files."""
         for file in row.files:
             if file not in sizes:
-                path = path_inside(self.folder, file)
-                sizes[file] = path.stat().st_size if path.is_file() else -1
+                path = self._folders.path_inside(file)
+                sizes[file] = os.path.getsize(path) if os.path.isfile(path) else -1
         if row.packed is None:
             return sizes[row.files[0]] == row.file_bytes
         return all(
@@ -168,14 +170,14 @@ class Workspace:
         """The rows of these tasks."""
         return self._commits.rows_of(task_ids)
 
-    def is_committed(self, task_id: str) -> bool:
-        """Whether the task is committed, and all its files are in place."""
+    def is_committed(self, task_id: str, num_samples: int) -> bool:
+        """Whether the task is committed with all its samples, and all their files are in place."""
         sizes: dict[str, int] = {}
         try:
             rows = self._commits.rows_of([task_id])
         except KeyError:
             return False
-        return all(self._files_in_place(row, sizes) for row in rows)
+        return len(rows) == num_samples and all(self._files_in_place(row, sizes) for row in rows)
 
     def failed_before(self) -> set[str]:
         """The names of inputs that failed in an earlier run, finished or interrupted."""
@@ -205,14 +207,9 @@ class Workspace:
     ) -> None:
         """Publish the rows as the cache's metadata, in the one step of replacing ``metadata.json``.
 
-        All rows are committed together first: if the process is killed during publication, the next run finds them.
+        The commits are removed last: if the process is killed before, the next run finds every row again.
         """
-        self._commits.write(Commit(ALL_ROWS, tuple(rows), ()))
-        try:
-            replaces = self.finished()
-        except (MetadataError, RunError):  # a damaged cache that is being overwritten
-            replaces = None
-        publish_metadata(self.folder, rows, failures, shard_size, metadata, replaces)
+        publish_metadata(self.folder, rows, failures, shard_size, metadata)
         self.remove_unused(rows)
         shutil.rmtree(self.folder / _WORK)
 
@@ -245,7 +242,8 @@ def _is_complete(row: Row) -> bool:
         row.sample_name
         and row.source_name
         and row.source_digest
-        and min(row.source_bytes, row.source_modified_ns) >= 0
+        and row.source_bytes is not None
+        and row.source_modified_ns is not None
         and row.prompt is not None
         and row.bucket_resolution is not None
     )

@@ -23,9 +23,9 @@ def problem_of_flags(flags: Sequence[bool], latent: torch.Tensor) -> str | None:
     """Describe the problem that one row of ``latent_flags`` reports, or return None."""
     not_finite, constant = flags
     if not_finite:
-        return "its latent holds NaN or infinite values; try --dtype float32"
+        return "has a latent with NaN or infinite values; try --dtype float32"
     if constant:
-        return f"its latent is constant ({latent.flatten()[0].item():g} everywhere)"
+        return f"has a constant latent ({latent.flatten()[0].item():g} everywhere)"
     return None
 
 
