@@ -187,7 +187,7 @@ class PackedHeader(msgspec.Struct, frozen=True):
         if any(len(names_of(layouts)) != len(layouts) for layouts in self.layouts):
             raise ValueError("a row would have two tensors with the same name")
         if any(min(b.width, b.height, b.count) < 1 for b in self.buckets) or self.block_rows < 1:
-            raise ValueError("a bucket has no size")
+            raise ValueError("a bucket has no samples, or block_rows is not positive")
         if "latents" not in self.parts or not set(self.parts) <= set(PARTS):
             raise ValueError(f"its parts are {list(self.parts)}")
 

@@ -1,4 +1,4 @@
-"""Memory for batches, reused once nobody holds the batch that was in it.
+"""Memory for batches, reused when the batch in it is no longer referenced.
 
 The system takes back a buffer of several megabytes when it is freed, and clears and maps each page again for the next
 batch. That costs as much as reading the data. A trainer holds one or two batches at a time, so a few buffers are

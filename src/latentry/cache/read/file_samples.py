@@ -66,7 +66,7 @@ class FileSamples:
 
 
 class _FileBatch:
-    """A batch in the making: first all files are looked into, then all tensors are read at once."""
+    """A batch that is being read: first the headers of all files are parsed, then all tensors are read."""
 
     def __init__(self, num_samples: int, names: Collection[str], buffers: BatchBuffers) -> None:
         self._num_samples = num_samples
