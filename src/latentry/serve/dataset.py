@@ -115,7 +115,10 @@ class BaseMultiresolutionDataset(Dataset[dict[str, Any]]):
         return self._overrides("__getitem__") or self._overrides("__getitems__")
 
     def _overrides(self, name: str) -> bool:
-        """Whether a subclass of the class that defines ``read_batch`` defines this method."""
+        """Whether this method is defined by a class further down the hierarchy than the one that defines ``read_batch``.
+
+        The method of the more derived class decides what a sample is.
+        """
         owner, reader = (_defining_class(type(self), method) for method in (name, "read_batch"))
         return owner is not reader and issubclass(owner, reader)
 
@@ -264,7 +267,9 @@ class TextToImageDataset(BaseMultiresolutionDataset):
 class TextToVideoDataset(BaseMultiresolutionDataset):
     """Video latents with their text embeddings and the other tensors that their model uses.
 
-    Tensors keep the leading dimension of 1 that video files store them with.
+    The tensors of a sample have the leading dimension of 1 that video files store them with, as in the documented
+    interface. Reading removes it (``cache/read/checks.py``); ``read_batch`` adds it again, and ``collate`` merges it
+    with the batch dimension.
 
     >>> dataset = TextToVideoDataset("clip_cache", model_type="wan")
     >>> dataset[0]["video_latents"].shape
