@@ -1,4 +1,4 @@
-"""The frozen records that cross parts: buckets, inputs, samples, tasks, commits, processors."""
+"""The frozen records that cross parts: buckets, inputs, captions, samples, failures, tasks, processors."""
 
 from __future__ import annotations
 

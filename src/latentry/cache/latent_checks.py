@@ -1,4 +1,4 @@
-"""Checks of latents: whether they are fit for training, and how well they restore their source."""
+"""Checks of latents: whether they are fit for training, and how well they restore their input."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """The records of a packed cache: how tensors are stored in shards, and where each sample is.
 
-A shard is a safetensors file with many rows. A row is a run of adjacent tensors, named ``17.latent`` and so
-on: one read fetches the row, and any safetensors tool can open the file. Every row has a checksum.
+A shard is a safetensors file with many shard rows. A shard row is what the shard holds of one sample: adjacent tensors,
+named ``17.latent`` and so on. One read fetches a shard row, and any safetensors tool can open the file. Every shard row
+has a checksum.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from latentry.errors import MetadataError
 PACKED_VERSION = 2
 """Version of the index of a packed cache, and of its description in ``metadata.json``."""
 ALIGNMENT = 64
-"""Byte alignment of the rows in a shard and of the buffers that batches are read into; ``torch.save`` uses the
-same. Some processors copy five times slower between addresses whose offsets within a page differ by less than 32."""
+"""Byte alignment of shard rows and of the buffers that batches are read into; ``torch.save`` uses the same. Some CPUs
+copy five times slower between addresses whose offsets within a page differ by less than 32."""
 
 PARTS = ("latents", "text", "frames")
 """The parts of a sample that are stored in separate shards: what every sample has for itself, what samples with
@@ -98,13 +99,13 @@ def _num_bytes(layouts: tuple[TensorLayout, ...]) -> int:
 
 
 class RowLocation(msgspec.Struct, frozen=True):
-    """Where a row of a shard is, and what it must contain."""
+    """Where a shard row is, and what it must contain."""
 
     file: str
     """The shard, relative to the cache."""
     row: int
     offset: int
-    """Byte offset of the row's first tensor in the file."""
+    """Byte offset of the shard row's first tensor in the file."""
     tensors: tuple[TensorLayout, ...]
     checksum: int
 

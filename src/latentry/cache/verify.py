@@ -1,7 +1,7 @@
 """Checking a finished cache: every sample is loaded and compared with its row.
 
 A sample must be present, readable, finite and not constant, have the right shapes, and consist of the bytes that were
-written. ``encode.verify`` adds the comparison of decoded latents with their sources.
+written. ``encode.verify`` adds the comparison of decoded latents with their inputs.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from latentry.storage import content_digest
 LoadedSample = Mapping[str, Any]
 """What a cache file holds."""
 Compare = Callable[[Row, LoadedSample], float]
-"""Decodes a sample and returns its PSNR in decibels. Raises ``MediaError`` if the source cannot be compared."""
+"""Decodes a sample and returns its PSNR in decibels. Raises ``MediaError`` if the input cannot be compared."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ def check_cache(
     Args:
         cache_dir: A finished cache, written by Latentry or by NeMo AutoModel.
         frame_step: Frames per latent frame of the cache's model, if it is known.
-        compare: Compares a decoded sample with its source; None leaves that out.
+        compare: Compares a decoded sample with its input; None leaves that out.
         on_progress: Called with the number of checked samples and the number of all samples.
     """
     index = open_index(cache_dir, aspect_name)

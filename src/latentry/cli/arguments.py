@@ -295,7 +295,12 @@ def _add_run_flags(parser: argparse.ArgumentParser) -> None:
         default=10_000,
         help="write N rows per metadata shard (default: 10000)",
     )
-    _flag(run, "--verify", action="store_true", help="decode every latent and report its PSNR")
+    _flag(
+        run,
+        "--verify",
+        action="store_true",
+        help="decode what this run encodes and report its PSNR; encode damaged samples again",
+    )
     _flag(run, "--overwrite", action="store_true", help="replace a cache that another recipe made")
     _flag(run, "--dry_run", action="store_true", help="show the plan and write nothing")
     _add_output_flags(run)
@@ -313,7 +318,7 @@ def _add_verify(parser: argparse.ArgumentParser) -> None:
         parser,
         "--decode",
         action="store_true",
-        help="also load the cache's model, decode every latent and compare it with its source",
+        help="also load the cache's model, decode every latent and compare it with its input",
     )
     _flag(
         parser,

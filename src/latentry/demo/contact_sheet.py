@@ -32,7 +32,7 @@ def draw_contact_sheet(output_file: Path, image_cache: Path, clip_cache: Path | 
 
     Args:
         output_file: The picture to write; its suffix decides the format.
-        image_cache: A cache of images whose sources still exist.
+        image_cache: A cache of images whose inputs still exist.
         clip_cache: A cache of clips, for their first and last frames.
 
     Returns:

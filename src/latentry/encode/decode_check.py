@@ -19,7 +19,7 @@ from latentry.types import Caption, PlannedSample, SourceFile
 
 
 class DecodeCheck:
-    """Decodes latents with the cache's own model, and reads their sources as its recipe did."""
+    """Decodes latents with the cache's own model, and reads their inputs as its recipe did."""
 
     def __init__(self, cache_dir: Path, metadata: CacheMetadata, device: str) -> None:
         if metadata.recipe is None or metadata.model_name is None:
@@ -33,7 +33,7 @@ class DecodeCheck:
         )
 
     def psnr_db(self, row: Row, data: Mapping[str, Any]) -> float:
-        """How close a sample's decoded latent is to its source, in decibels."""
+        """How close a sample's decoded latent is to its input, in decibels."""
         file = self._reader.load(Path(row.media_path or ""))
         if file.digest != row.source_digest:
             raise MediaError("has changed since it was encoded; rerun the same command to encode it again")

@@ -1,9 +1,9 @@
 """Running tasks: decode, encode and write, overlapped, for images and videos alike.
 
 Threads decode samples ahead (``read_ahead``), the calling thread feeds the device (``batch_encoder``), and other
-threads write what the device has finished. The calling thread waits only for the batch before the last: while the
-device computes one batch, the next is already queued. The pipeline does not pause between tasks. A sample that fails
-is recorded and the others continue. Which samples share a batch depends on the task alone.
+threads write what the device has finished. After queuing batch k on a GPU, the calling thread waits for batch k - 2, so
+the GPU always has the next batch in its queue. The pipeline does not pause between tasks. A sample that fails is
+recorded and the others continue. Which samples share a batch depends on the task and the batch size.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ from latentry.processors import Fields, Processor
 from latentry.types import Failure, PlannedSample, Task
 
 MAX_FAILURES_IN_A_ROW = 100
-"""More than this many consecutive failures mean that the cause is not in the files."""
+"""The run stops at this many consecutive failures: the cause is then probably not in the files. With several devices,
+each worker process counts its own failures."""
 _MAX_QUEUED_BATCHES = 2
 """On a GPU. On a CPU a batch is finished when the call returns."""
 _MAX_CLOSING_TASKS = 2

@@ -1,8 +1,11 @@
 """From a recipe and a list of files to a plan: what happens to every input, before any pixel is decoded.
 
-Planning reads headers and captions only. An input that the cache already holds unchanged is done. An input that cannot
-be read is a failure with its reason. The rest is cut into tasks. The cut depends on names only, so an interrupted run and
-an undisturbed one form the same batches; the batches decide the last bits of a latent.
+Planning looks up all captions. An input that the cache already holds unchanged is done. Of the others, the headers are
+read. An input that cannot be read is a failure with its reason. The rest is cut into tasks.
+
+A resumed run must form the same batches as an uninterrupted one, because the batches decide the last bits of a latent.
+The cut depends on the names and buckets of the samples, on what is already done, and on what failed before. Since tasks
+are committed whole, and samples that failed before get separate tasks, a resumed run cuts the rest at the same points.
 """
 
 from __future__ import annotations
@@ -237,7 +240,7 @@ def _probe(
 
 
 def task_size_of(recipe: ResolvedRecipe, info: ProcessorInfo) -> Callable[[Bucket], int]:
-    """Samples in a task, by bucket. In a packed cache, as many as fill a shard with their latents."""
+    """Samples in a task, by bucket. In a packed cache, as many as fill a shard with their latents, within limits."""
 
     def size(bucket: Bucket) -> int:
         if recipe.output_format != PACKED:
@@ -260,7 +263,11 @@ def _bucket_rank(bucket: Bucket) -> tuple[int, int, int, int]:
 def _cut(
     samples: Iterable[PlannedSample], failed_before: frozenset[str], task_size: Callable[[Bucket], int]
 ) -> Iterable[Task]:
-    """Tasks of one bucket each. Samples that failed before come last, in tasks without others: they shift no batch."""
+    """Tasks of one bucket each.
+
+    Samples that failed before come last, in separate tasks. So they do not change which of the other samples share a
+    task.
+    """
     groups: dict[tuple[bool, Bucket], list[PlannedSample]] = defaultdict(list)
     for sample in samples:
         groups[sample.name in failed_before, sample.bucket].append(sample)

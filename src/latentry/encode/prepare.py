@@ -1,7 +1,7 @@
 """``prepare()``: from a folder of images or videos to a cache. The commands call it, and so can a notebook.
 
 It plans, runs the tasks, and publishes the cache. It can be interrupted anywhere. The same call resumes it, and the
-finished cache is the one that an undisturbed run makes.
+finished cache is the one that an uninterrupted run makes on the same machine.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def prepare(
     >>> result.num_encoded, result.failures
 
     Args:
-        recipe: Everything that decides the bytes of the cache.
+        recipe: Everything that decides the content of the cache.
         image_dir: The folder of images, searched recursively.
         video_dir: The folder of videos, searched recursively. Exactly one of the two is given.
         output_dir: The folder of the cache; created if missing. If it holds an unfinished run of the same recipe,
@@ -78,7 +78,8 @@ def prepare(
         batch_size: Samples encoded together; None chooses by the GPU's memory, and 1 on a CPU and for clips.
         shard_size: Rows per metadata shard.
         max_files: Encode only the first N inputs, sorted by name.
-        verify: Decode every latent, measure how close it is to its input, and encode damaged samples again.
+        verify: Decode what this run encodes, and measure how close it is to its input. Also compare the checksums of
+            samples that are already there, and encode damaged ones again.
         overwrite: Replace a cache that was made by another recipe.
         dry_run: Only plan; write nothing.
         on_progress: Called as inputs are planned and encoded.

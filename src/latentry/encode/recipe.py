@@ -1,4 +1,4 @@
-"""The recipe: everything that decides the bytes of a cache.
+"""The recipe: everything that decides the content of a cache, up to rounding.
 
 Users write a ``Recipe``. A run resolves it, so that nothing is left open, and records the result in the cache. A
 later run with another resolved recipe is refused: a cache never mixes latents of two recipes.
@@ -25,7 +25,9 @@ RECIPE_VERSION = 1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recipe:
-    """Everything that decides the bytes of a cache.
+    """Everything that decides the content of a cache, up to rounding.
+
+    The last bits also depend on the device and the batch size.
 
     >>> Recipe(processor="flux", max_pixels=1024 * 1024)
     """

@@ -1,4 +1,4 @@
-"""``verify_cache()``: the checks of a finished cache, and the comparison of decoded latents with their sources.
+"""``verify_cache()``: the checks of a finished cache, and the comparison of decoded latents with their inputs.
 
 The checks need only the core packages. Decoding needs the cache's model.
 """
@@ -28,7 +28,7 @@ def verify_cache(
 
     Args:
         cache_dir: A finished cache, written by Latentry or by NeMo AutoModel.
-        decode: Load the cache's model, decode each latent, and compare it with its source.
+        decode: Load the cache's model, decode each latent, and compare it with its input.
         device: Where to decode: ``auto`` (a GPU if there is one), ``cpu`` or ``cuda:0``.
         on_progress: Called with the number of checked samples and the number of all samples.
     """

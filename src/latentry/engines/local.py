@@ -1,8 +1,8 @@
-"""Runs tasks on this machine: one worker per device, each with its own copy of the model.
+"""Runs tasks on the devices of this machine, each with its own copy of the model.
 
-A single device runs in the calling process. Several devices get one process each; every process takes tasks
-from a shared queue until it is empty. The process that encodes a task also commits it, so a worker that dies
-loses only the tasks that it had not committed yet.
+A single device runs in the calling process. Several devices get one worker process each, which takes tasks from a
+shared queue until it is empty. The process that encodes a task also commits it, so a worker process that dies loses
+only the tasks that it had not committed yet. The calling process holds the lock on the cache.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _MAX_READERS = 16
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
-    """What every worker needs to know. It is pickled and sent to worker processes."""
+    """What is needed to run tasks. It is pickled and sent to worker processes."""
 
     recipe: ResolvedRecipe
     model_name: str

@@ -30,13 +30,13 @@ class PrepareResult:
     num_already_done: int
     """Samples that the cache held already, unchanged."""
     num_removed: int
-    """Samples that were removed from the cache because their source file was deleted."""
+    """Samples that were removed from the cache because their input was deleted."""
     failures: tuple[Failure, ...]
     """Inputs that could not be encoded, with the reason for each."""
     buckets: Mapping[Bucket, int]
     """Samples per bucket in the finished cache."""
     captions: Mapping[str, int]
-    """Captions per kind of source, such as ``txt`` or ``jsonl``."""
+    """Captions per place where they were found, such as ``txt`` or ``jsonl``."""
     caption_problems: Mapping[str, str]
     """Caption files that could not be used: name to reason."""
     devices: tuple[str, ...]

@@ -18,7 +18,7 @@ _TEXT_WIDTH = 100
 
 
 def render(result: PrepareResult) -> RenderableType:
-    """The buckets, the totals, the captions' sources and the failures of a run."""
+    """The buckets, the totals, where captions were found, and the failures of a run."""
     parts: list[RenderableType] = [_bucket_table(result), Text(_totals(result))]
     if result.captions:
         counts = ", ".join(f"{count} from {source}" for source, count in result.captions.items())

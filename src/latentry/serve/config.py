@@ -51,7 +51,7 @@ def build_text_to_image_multiresolution_dataloader(
         dynamic_batch_size: Scale batch sizes so that all batches have about the same number of pixels.
         num_workers: Threads that prefetch batches. 0 reads each batch when it is requested.
         pin_memory: Read batches into pinned memory, for faster copies to a GPU. Ignored without CUDA.
-        prefetch_factor: Batches that are prefetched per worker.
+        prefetch_factor: Batches that are prefetched per worker thread.
         seed: Seed of the permutations.
         device: Where batches are moved before the trainer gets them. By default they stay in main memory.
         bucket_order: ``sequential`` finishes a bucket before the next one. ``interleaved`` mixes the buckets.
@@ -112,7 +112,7 @@ def build_video_multiresolution_dataloader(
         dynamic_batch_size: Scale batch sizes so that all batches have about the same number of pixels per frame.
         num_workers: Threads that prefetch batches. 0 reads each batch when it is requested.
         pin_memory: Read batches into pinned memory, for faster copies to a GPU. Ignored without CUDA.
-        prefetch_factor: Batches that are prefetched per worker.
+        prefetch_factor: Batches that are prefetched per worker thread.
         seed: Seed of the permutations.
         bucket_order: ``sequential`` finishes a bucket before the next one. ``interleaved`` mixes the buckets.
     """

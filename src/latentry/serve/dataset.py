@@ -261,7 +261,9 @@ class TextToImageDataset(BaseMultiresolutionDataset):
 class TextToVideoDataset(BaseMultiresolutionDataset):
     """Video latents with their text embeddings and the other tensors that their model uses.
 
-    Tensors keep the leading dimension of 1 that video files store them with.
+    The tensors of a sample have the leading dimension of 1 that video files store them with, as in the documented
+    interface. Reading removes it (``cache/read/fields.py``); ``read_batch`` adds it again, and ``collate`` merges it
+    with the batch dimension.
 
     >>> dataset = TextToVideoDataset("clip_cache", model_type="wan")
     >>> dataset[0]["video_latents"].shape

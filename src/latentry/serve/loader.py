@@ -2,8 +2,8 @@
 
 It differs from its base class in three ways. Its state counts the batches that the trainer received, not those that
 were prefetched. It leaves the global random state alone. Its workers are threads: reading is system calls, during
-which other threads run, while a worker process would pass its batches through shared memory, which costs more than
-reading them.
+which other threads run. A worker process would pass its batches through shared memory, which costs more than reading
+them.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class LoaderConfig:
     pin_memory: bool
     """Read batches into pinned memory, for faster copies to a GPU; ignored without CUDA."""
     prefetch_factor: int
-    """Batches that are prefetched per worker."""
+    """Batches that are prefetched per worker thread."""
     seed: int
     """Seed of the permutations."""
     device: str | torch.device | None

@@ -4,8 +4,9 @@ Any batch is computed directly, without iterating. Arithmetic gives the bucket o
 permutation gives its samples. Two kinds of permutation trade memory for compatibility:
 
 - Up to ``RANDPERM_LIMIT`` samples: ``torch.randperm`` from one generator, bucket after bucket, because existing
-  training runs have that order. It takes 4 bytes per sample, for one bucket at a time.
-- Above: a keyed bijection. A Feistel network computes each entry on its own, in constant memory, in about 0.2 µs.
+  training runs have that order. The permutations of earlier buckets are drawn first. Each takes 4 bytes per sample;
+  only the current bucket's is kept, or those of all buckets if they are interleaved.
+- Above: a keyed bijection. A Feistel network computes each entry separately, in constant memory, in about 0.2 µs.
 
 Any change that changes an order must change ``ORDER_VERSION`` too.
 """
@@ -147,7 +148,7 @@ class EpochPermutations:
 class Segment:
     """The part of an epoch that runs with one number of ranks and one set of batch sizes.
 
-    An undisturbed epoch is one segment. Resuming with another number of ranks or other batch sizes begins a new
+    An epoch without a resume is one segment. Resuming with another number of ranks or other batch sizes begins a new
     segment over the samples that the earlier ones left.
     """
 

@@ -19,7 +19,7 @@ class EpochProgress:
     """The position within an epoch: where the next pass starts, and what the trainer has received.
 
     Args:
-        whole_epoch: An undisturbed epoch.
+        whole_epoch: An epoch without a resume.
         settings: What decides its permutations.
         groups: The buckets, each with its ``indices``.
         rank: The rank whose samples are returned.
@@ -80,7 +80,10 @@ class EpochProgress:
         self._is_resuming = False
 
     def load(self, position: Position) -> None:
-        """Go to a saved position; the end of the epoch before the current one is the current one's beginning."""
+        """Go to a saved position.
+
+        If the position is the end of the previous epoch, the current epoch starts at its beginning.
+        """
         is_end = position.batches_received == position.segment.end_batch
         if is_end and position.epoch + 1 == self.position.epoch:
             position = Position(self.position.epoch, 0, self._whole_epoch)

@@ -1,8 +1,8 @@
-"""Which samples a rank trains on at each step: deterministic, resumable, in step on all ranks.
+"""Which samples a rank trains on at each step: deterministic, resumable, with the same bucket on all ranks.
 
 The sampler stores no list of batches. Seed, epoch, bucket sizes and ranks decide an epoch, each batch is computed from
-them, and the saved state is a few integers. So a resume is immediate anywhere in a billion samples, and may continue
-on another number of ranks.
+them, and the saved state is a few integers. So a resume takes milliseconds anywhere in an epoch, and may continue on
+another number of ranks.
 """
 
 from __future__ import annotations
@@ -41,22 +41,23 @@ class BucketedDataset(Protocol):
 
 
 class SequentialBucketSampler(Sampler[list[int]]):
-    """Batches of one bucket each, divided among the ranks, with every sample once per epoch.
+    """Batches of one bucket each, divided among the ranks.
 
     >>> sampler = SequentialBucketSampler(dataset, base_batch_size=8, num_replicas=2, rank=0)
     >>> sampler.set_epoch(3)
     >>> for indices in sampler: ...
 
-    All ranks see the same bucket at every step and get the same number of batches: a bucket is padded by repetition
-    to a multiple of the ranks. Iterating counts the batches it yields. A loader that prefetches uses
-    ``begin_iteration`` instead, and counts what its trainer receives.
+    Each sample comes once per epoch, except that padding to a multiple of the ranks repeats some, and ``drop_last``
+    leaves out incomplete batches. All ranks see the same bucket at every step and get the same number of batches.
+    Iterating counts the batches it yields. A loader that prefetches uses ``begin_iteration`` instead, and counts what
+    its trainer receives.
 
     Args:
         dataset: The samples by bucket, such as a ``TextToImageDataset``.
         base_batch_size: Samples per batch and rank; with ``dynamic_batch_size`` the number at ``base_resolution``.
         base_resolution: Width and height that ``base_batch_size`` is meant for.
         drop_last: Leave out the incomplete batch at the end of each bucket. A warning says once how many samples
-            that is.
+            that is, by bucket.
         shuffle_buckets: Permute the buckets.
         shuffle_within_bucket: Permute the samples of each bucket.
         dynamic_batch_size: Scale batch sizes so that all batches have about the same number of pixels.
@@ -132,8 +133,9 @@ class SequentialBucketSampler(Sampler[list[int]]):
     # ---- the batches ------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[list[int]]:
-        # A generator, so that only the first batch that is drawn uses up a loaded position: PyTorch's loader makes two
-        # iterators when it has workers, and draws from the second. Lightning sets the epoch after making one.
+        # A generator begins its pass when its first batch is drawn, not when it is created. This matters because a pass
+        # uses up a loaded position. PyTorch's loader with worker processes creates two iterators and draws from the
+        # second. Lightning creates an iterator and then sets the epoch.
         iteration = self.begin_iteration()
         for step in iteration.steps:
             indices = iteration.indices(step)

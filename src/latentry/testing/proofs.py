@@ -14,7 +14,7 @@ from latentry.serve.loader import LatentDataLoader
 
 
 def assert_resumes(make_loader: Callable[[], LatentDataLoader], stop_after: int) -> None:
-    """Check that an epoch that is stopped and resumed equals an undisturbed one, and that the next pass is whole.
+    """Check that an epoch that is stopped and resumed equals an uninterrupted one, and that the next pass is whole.
 
     >>> assert_resumes(lambda: build_text_to_image_multiresolution_dataloader(cache_dir=cache)[0], 3)
 

@@ -18,7 +18,8 @@ __all__ = ["CacheIndex", "PackedIndex", "open_index"]
 
 
 def open_index(cache_dir: Path, name_aspect: NameAspect) -> CacheIndex | PackedIndex:
-    """The index of the cache in this folder: the saved one if it is current, else read from the shards.
+    """The index of the cache in this folder: the saved one if it is current, else read from the metadata
+    shards and saved if it is large.
 
     Args:
         cache_dir: A finished cache.

@@ -31,7 +31,7 @@ from latentry.types import Bucket, BucketKey
 
 @dataclass(frozen=True)
 class CacheIndex:
-    """The samples of a cache with one file each. Row numbers follow the order of the rows in the shards."""
+    """The samples of a cache with one file each. Row numbers follow the order in the metadata shards."""
 
     metadata: CacheMetadata
     bucket_keys: tuple[BucketKey, ...]
@@ -98,7 +98,7 @@ def index_of_dicts(
 def index_of_shards(
     shards: Iterable[tuple[Sequence[IndexRow], Path]], metadata: CacheMetadata, name_aspect: NameAspect
 ) -> CacheIndex:
-    """The index of the rows of several shards, each given with its path for error messages."""
+    """The index of the rows of several metadata shards, each given with its path for error messages."""
     numbers: dict[tuple[Any, ...], int] = {}
     names, bucket_of_row, lengths = [], [], []
     for rows, path in shards:

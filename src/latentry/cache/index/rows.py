@@ -41,7 +41,7 @@ class LazyRows(Sequence[dict[str, Any]]):
 class MetadataRows(LazyRows):
     """The rows of a cache with one file per sample, read from its metadata shards.
 
-    The last few shards stay in memory: reading in order is fast, random access is not.
+    The last few metadata shards stay in memory: reading in order is fast, random access is not.
     """
 
     _SHARDS_KEPT = 4

@@ -1,8 +1,8 @@
 """The index of a cache with one file per sample, saved as ``index.arrow``.
 
-It is opened by memory map and shared by all ranks and workers of a machine. It is derived: a changed
-``metadata.json`` or a shard with another size or time makes it invalid, and deleting it loses nothing. A reader
-writes it, where the folder is writable.
+It is opened by memory map, so all processes of a machine share its memory. The first reader of a large cache writes it,
+if the folder is writable; publishing new metadata deletes it. It is derived: it is ignored if ``metadata.json``, or the
+size or time of a metadata shard, has changed, and deleting it loses nothing.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 INDEX_NAME = "index.arrow"
 INDEX_VERSION = 1
 SAVE_FROM_ROWS = 100_000
-"""Smaller caches are read from their shards every time."""
+"""Smaller caches are read from their metadata shards every time."""
 _SCHEMA_KEY = b"latentry"
 
 
@@ -41,7 +41,7 @@ class _Header(msgspec.Struct):
 
 
 def signature_of(cache_dir: Path, shards: Sequence[str]) -> str:
-    """Changes with ``metadata.json`` and with any shard's size or time; costs one ``stat`` per shard."""
+    """Changes with ``metadata.json`` and with any metadata shard's size or time; costs one ``stat`` per shard."""
     digest = hashlib.blake2b((cache_dir / METADATA_NAME).read_bytes(), digest_size=16)
     for shard in shards:
         path = path_inside(cache_dir, shard)

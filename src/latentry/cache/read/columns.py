@@ -26,7 +26,8 @@ class Columns:
     torch.Size([2, 16, 64, 64])
 
     A field is in ``tensors`` if a sample has a tensor for it, and in ``values`` if a sample has a plain value for it.
-    It can be in both: a sample that has the one has None in the other.
+    If some samples have a tensor and others a plain value, the field is in both. A sample with a tensor then has None
+    in ``values``, and a sample with a plain value has None in ``tensors``.
     """
 
     num_samples: int

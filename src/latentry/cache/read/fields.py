@@ -1,8 +1,9 @@
 """Which fields image and video files have, and whether what was read fits its row.
 
-Both datasets and ``latentry verify`` use these checks. They take a batch as it was read and return it as it is
-served: a leading dimension of 1 is removed, missing optional fields stay out, and anything wrong raises
-``CacheFileError`` with the sample's file.
+Both datasets and ``latentry verify`` use these checks. They take a batch as it was read and return the fields that are
+served. A leading dimension of 1, which files may have or not, is removed; ``TextToVideoDataset`` adds it again. Optional
+fields that no sample has are left out. Anything wrong raises ``CacheFileError`` with the sample's file. Fields that are
+not listed here are not served.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ VIDEO_FIELDS = FileFields(
 
 
 def image_columns(columns: Columns, buckets: Sequence[Bucket], fields: FileFields) -> Columns:
-    """A batch of images as it is served.
+    """A batch of images, checked, without the leading dimension of 1.
 
     Args:
         columns: What was read: at least ``fields.names``.
@@ -99,7 +100,7 @@ def image_columns(columns: Columns, buckets: Sequence[Bucket], fields: FileField
 
 
 def video_columns(columns: Columns, buckets: Sequence[Bucket], fields: FileFields) -> Columns:
-    """A batch of videos as it is served.
+    """A batch of videos, checked, without the leading dimension of 1.
 
     Args:
         columns: What was read: at least ``fields.names``.

@@ -23,8 +23,8 @@ from latentry.cache.read.shard_files import OpenShards, row_buffers
 class PackedSamples:
     """Reads samples from shards.
 
-    The checksum of a row is compared the first time that this process reads it. That finds damage on the disk, and
-    later epochs pay nothing.
+    The checksum of a shard row is compared the first time that this process reads it. That finds damage on the disk,
+    and costs nothing in later epochs.
 
     Args:
         cache_dir: The cache.

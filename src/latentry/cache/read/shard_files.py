@@ -1,4 +1,4 @@
-"""The shard files of a packed cache: opened on first use, read row by row, checked by checksum."""
+"""The shard files of a packed cache: opened on first use, read one shard row at a time, checked by checksum."""
 
 from __future__ import annotations
 
@@ -42,15 +42,15 @@ class OpenShards:
         return self.cache_dir / file
 
     def describe(self, location: RowLocation) -> str:
-        """The shard and the row, for error messages."""
+        """The shard and the shard row, for error messages."""
         return f"{self.path(location.file)}, row {location.row}"
 
     def check(self, location: RowLocation) -> None:
-        """Raise ``CacheFileError`` if the row cannot be read or its checksum differs."""
+        """Raise ``CacheFileError`` if the shard row cannot be read or its checksum differs."""
         self.fill(location, [bytearray(location.num_bytes)])
 
     def fill(self, location: RowLocation, buffers: Sequence[Any], *, check: bool = True) -> None:
-        """Read a row into these buffers, one after the other, and compare its checksum unless told not to."""
+        """Read a shard row into these buffers, one after the other, and compare its checksum unless told not to."""
         file = self._file(location.file)
         if location.offset + location.num_bytes > file.size:
             raise self._truncated(location)
@@ -98,7 +98,7 @@ class OpenShards:
 
 
 def row_buffers(i: int, location: RowLocation, names: Collection[str], batch: BatchBuffers) -> list[Any]:
-    """Memory for all bytes of a row: in the batch for the tensors named, discarded for the others."""
+    """Memory for all bytes of a shard row: in the batch for the tensors named, discarded for the others."""
     buffers: list[Any] = []
     for layout in location.tensors:
         size = layout.num_bytes

@@ -48,9 +48,9 @@ def publish_metadata(
     Args:
         folder: The cache.
         rows: All rows, in order. Without rows there is no cache, and ``metadata.json`` is removed.
-        failures: The inputs that could not be encoded; they go to ``failures.jsonl``.
+        failures: The inputs that could not be encoded. They are written to ``failures.jsonl`` after ``metadata.json``.
         shard_size: Rows per metadata shard. A packed cache has none.
-        metadata: What to record about the run; counts, shards and index are filled in here.
+        metadata: What to record about the run; counts, metadata shards and index are filled in here.
     """
     current = _current_files(folder)
     packed = _publish_index(folder, rows, current) if rows and rows[0].packed is not None else None

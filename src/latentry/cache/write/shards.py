@@ -29,14 +29,14 @@ _DTYPE_NAMES = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
 
 
 class ShardRow:
-    """A row that waits to be written: a copy of its tensors' bytes.
+    """A shard row that waits to be written: a copy of its tensors' bytes.
 
     Tensors whose sizes are multiples of the alignment come first, so that the ones after them stay aligned.
     """
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
         self.location: RowLocation | None = None
-        """Set when the row is written; its bytes are released then."""
+        """Set when the shard row is written; its bytes are released then."""
         trimmed = [_trimmed(name, tensor) for name, tensor in tensors.items()]
         trimmed.sort(key=lambda pair: -math.gcd(len(pair[1]), ALIGNMENT))
         self.layouts = [layout for layout, _ in trimmed]
@@ -63,7 +63,7 @@ def _trimmed(name: str, tensor: torch.Tensor) -> tuple[TensorLayout, memoryview]
 
 
 def write_shard(output: Path, names: Iterable[str], rows: Sequence[ShardRow]) -> None:
-    """Publish the rows as one file, under the first free name, and set their locations.
+    """Publish the shard rows as one file, under the first free name, and set their locations.
 
     A file with the same content is reused. A file with other content is never overwritten: the finished cache may
     still need it.

@@ -2,7 +2,8 @@
 
 During a run the folder holds ``.latentry/``: a lock, the recipe, and the commits. Rows become part of the cache in one
 step at the end, when ``metadata.json`` is replaced. Until then an earlier cache in the folder stays as it is, even if it
-is being overwritten. Whatever an interrupted run leaves behind is either committed and used, or removed by the next run.
+is being overwritten. What an interrupted run leaves behind is either committed and used, or removed when the next run
+finishes.
 """
 
 from __future__ import annotations
@@ -43,7 +44,11 @@ _CACHE_FILE = re.compile(r"[0-9a-f]{32}((_\d+)?-\d+\.(latents|text|frames))?\.(m
 
 
 class Workspace:
-    """The output folder of a run. ``opened`` locks it; workers of the same run create their own with its number."""
+    """The output folder of a run.
+
+    The process that plans and publishes gets its workspace from ``opened``, which locks the folder. Worker processes
+    create a ``Workspace`` with the same run number, without locking, and only commit.
+    """
 
     def __init__(self, folder: Path, run: int = 0) -> None:
         self.folder = folder
@@ -191,7 +196,11 @@ class Workspace:
     # ---- working on it ----------------------------------------------------------------------
 
     def begin(self, recipe: Mapping[str, Any], *, overwrite: bool) -> None:
-        """Record the recipe. Overwriting discards earlier commits, but only once: a resumed overwrite keeps its own."""
+        """Record the recipe of this run.
+
+        The first run that overwrites discards the commits of earlier runs. If it is interrupted, a later run with the
+        same recipe resumes it and keeps its commits.
+        """
         same = self.unfinished_recipe() == json.loads(json.dumps(recipe))
         if overwrite and not (same and self._overwriting.exists()):
             self._commits.clear()
