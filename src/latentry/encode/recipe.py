@@ -1,4 +1,4 @@
-"""The recipe: everything that decides the bytes of a cache.
+"""The recipe: everything that decides the content of a cache, up to rounding.
 
 Users write a ``Recipe``. A run resolves it, so that nothing is left open, and records the result in the cache. A
 later run with another resolved recipe is refused: a cache never mixes latents of two recipes.
