@@ -144,7 +144,7 @@ def _work(job: Job, device: str, num_workers: int, queue: Any, reports: Connecti
         reports.send(None)
     except LatentryError as error:
         reports.send(error)
-    except Exception:
+    except Exception:  # a bug: the parent reports it with the device's name
         reports.send(RunError(f"the worker on {device} failed: {traceback.format_exc()}"))
 
 

@@ -171,7 +171,7 @@ def _by_counting(
                     break
         except MediaError:
             raise
-        except Exception:
+        except Exception:  # damaged from here on; the caller reports the frames that are missing
             return found
     return found
 
