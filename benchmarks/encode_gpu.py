@@ -34,7 +34,7 @@ from PIL import Image
 
 from latentry.encode.prepare import prepare
 from latentry.encode.recipe import Recipe
-from latentry.media.reader import VideoOptions
+from latentry.media.video_options import VideoOptions
 from latentry.processors import PROCESSORS
 from latentry.processors.flux import FluxProcessor
 from latentry.processors.hunyuan import HunyuanProcessor

@@ -20,7 +20,7 @@ from pathlib import Path
 import av
 def peak_mb():
     return next(int(l.split()[1]) for l in open("/proc/self/status") if l.startswith("VmHWM")) / 1024
-from latentry.media.reader import evenly_spaced
+from latentry.media.video_reader import evenly_spaced
 from latentry.media.videos import read_frames, read_timeline
 before = peak_mb()
 start = time.perf_counter()

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from latentry.errors import ConfigError as ConfigError
     from latentry.errors import LatentryError as LatentryError
     from latentry.errors import StateError as StateError
-    from latentry.media.reader import VideoOptions as VideoOptions
+    from latentry.media.video_options import VideoOptions as VideoOptions
     from latentry.serve.config import (
         build_text_to_image_multiresolution_dataloader as build_text_to_image_multiresolution_dataloader,
     )
@@ -46,7 +46,7 @@ _HOME = {
     "StateError": "errors",
     "TextToImageDataset": "serve.dataset",
     "TextToVideoDataset": "serve.dataset",
-    "VideoOptions": "media.reader",
+    "VideoOptions": "media.video_options",
     "build_text_to_image_multiresolution_dataloader": "serve.config",
     "build_video_multiresolution_dataloader": "serve.config",
     "convert_cache": "cache.convert",

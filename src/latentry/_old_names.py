@@ -32,7 +32,12 @@ MOVED_MODULES: dict[str, tuple[str, ...]] = {
     "latentry.verification": ("latentry.encode.verify", "latentry.cache.verify"),
     "latentry.cache.files": ("latentry.cache.read.files",),
     "latentry.media.headers": ("latentry.media.jpeg_header",),
-    "latentry.media.kinds": ("latentry.media.reader",),
+    "latentry.media.kinds": (
+        "latentry.media.reader",
+        "latentry.media.image_reader",
+        "latentry.media.video_reader",
+        "latentry.media.video_options",
+    ),
     "latentry.processors.gpu": ("latentry.processors.fused",),
     "latentry.processors.gpu.causal": ("latentry.processors.fused.causal",),
     "latentry.processors.gpu.fused": ("latentry.processors.fused.ops", "latentry.hardware"),

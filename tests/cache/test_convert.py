@@ -19,7 +19,7 @@ from latentry.errors import (
     ConfigError,
     RunError,
 )
-from latentry.media.reader import VideoOptions
+from latentry.media.video_options import VideoOptions
 from latentry.serve.dataset import TextToImageDataset, TextToVideoDataset
 from latentry.testing import (
     assert_same_cache,

@@ -15,7 +15,7 @@ from latentry.encode.batch_encoder import QueuedBatch
 from latentry.encode.pipeline import _first_is_due
 from latentry.encode.read_ahead import ReadAhead, RunningTask
 from latentry.engines import local
-from latentry.media.reader import ImageReader
+from latentry.media.image_reader import ImageReader
 
 
 def test_encoded_captions_are_released_after_use(monkeypatch):

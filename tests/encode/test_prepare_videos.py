@@ -16,7 +16,7 @@ from helpers import real_clips, rows_of
 import latentry
 from latentry import Recipe, prepare
 from latentry.errors import ConfigError
-from latentry.media.reader import VideoOptions
+from latentry.media.video_options import VideoOptions
 from latentry.processors import processor_class
 from latentry.serve.dataset import TextToVideoDataset
 from latentry.testing import assert_same_cache, make_counter_clip, read_counter

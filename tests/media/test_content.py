@@ -14,7 +14,9 @@ from helpers import EXAMPLES, real_clips
 from latentry import Recipe, prepare
 from latentry.errors import MediaError
 from latentry.media.content import MediaFile, read_media_file
-from latentry.media.reader import ImageReader, VideoOptions, VideoReader
+from latentry.media.image_reader import ImageReader
+from latentry.media.video_options import VideoOptions
+from latentry.media.video_reader import VideoReader
 from latentry.media.videos import read_frames, read_timeline
 from latentry.storage import content_digest
 from latentry.testing import assert_same_cache, make_counter_clip, read_counter
@@ -37,7 +39,7 @@ def small_limit(monkeypatch):
     """Treat files of more than 1000 bytes as large, without making files of 64 MB."""
     monkeypatch.setattr("latentry.storage.WHOLE_DIGEST_BYTES", 1000)
     monkeypatch.setattr("latentry.storage._BLOCK_BYTES", 10)
-    monkeypatch.setattr("latentry.media.reader.WHOLE_DIGEST_BYTES", 1000)
+    monkeypatch.setattr("latentry.media.video_reader.WHOLE_DIGEST_BYTES", 1000)
 
 
 def test_digest_is_the_content_digest(tmp_path):

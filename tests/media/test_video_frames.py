@@ -12,7 +12,8 @@ from helpers import read_counters, real_clips
 from PIL import Image
 
 from latentry.errors import MediaError
-from latentry.media.reader import VideoOptions, VideoReader
+from latentry.media.video_options import VideoOptions
+from latentry.media.video_reader import VideoReader
 from latentry.media.videos import probe_video, read_frames, read_timeline
 from latentry.testing import make_counter_clip
 

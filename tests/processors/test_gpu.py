@@ -13,7 +13,7 @@ from PIL import Image
 
 from latentry import Recipe, prepare
 from latentry.encode import plan
-from latentry.media.reader import VideoOptions
+from latentry.media.video_options import VideoOptions
 from latentry.processors import processor_class
 from latentry.processors.flux import FluxProcessor
 from latentry.processors.fused.self_check import checked_encoder

@@ -77,6 +77,8 @@ class Row(IndexRow, kw_only=True, omit_defaults=True):
     source_modified_ns: int | None = None
     """Negative for files dated before 1970."""
     source_digest: str = ""
+    damage: str = ""
+    """What is wrong with the input, where the user chose to keep damaged ones."""
     file_bytes: int | None = None
     file_digest: str = ""
     packed: PackedEntry | None = None
@@ -113,7 +115,7 @@ _ROW_KEYS = (
     "cache_file", "image_path", "video_path", "bucket_resolution", "crop_resolution", "original_resolution", "prompt",
     "bucket_id", "aspect_ratio", "pixels", "model_type", "num_frames", "frame_index", "total_frames_extracted",
     "source_frame_index", "sample_name", "caption_source", "source_name", "source_bytes", "source_modified_ns",
-    "source_digest", "file_bytes", "file_digest", "packed",
+    "source_digest", "damage", "file_bytes", "file_digest", "packed",
 )  # fmt: skip
 
 

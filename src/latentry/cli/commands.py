@@ -14,7 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from latentry.cli.arguments import parse_arguments
-from latentry.errors import ConfigError
+from latentry.cli.flags.captions import caption_fields
+from latentry.cli.flags.clips import clip_fields
+from latentry.cli.flags.encoding import encoding_fields
+from latentry.cli.flags.inputs import input_arguments
+from latentry.cli.flags.run import run_arguments
+from latentry.cli.flags.sizes import size_fields
 from latentry.extras import require_extra
 from latentry.report.progress import progress_display
 from latentry.types import ProcessorInfo
@@ -28,70 +33,32 @@ def run_command(arguments: Sequence[str] | None, prog: str = "latentry") -> int:
 
 def _image(options: argparse.Namespace) -> int:
     require_extra("encode")
-    return _prepare(
-        options, {"crop_mode": options.crop_mode}, image_dir=options.image_dir, max_files=options.max_images
-    )
+    return _prepare(options, {"crop_mode": options.crop_mode}, "image")
 
 
 def _video(options: argparse.Namespace) -> int:
     require_extra("encode")
-    from latentry.media.reader import VideoOptions
-
-    if (options.width is None) != (options.height is None):
-        raise ConfigError("--height and --width go together; give both, or neither to use buckets")
-    if options.width is not None and (options.resolution_preset or options.max_pixels):
-        raise ConfigError("--height and --width fix the size; leave out --resolution_preset and --max_pixels")
-    video = VideoOptions(
-        mode=options.mode,
-        num_frames=options.num_frames,
-        target_frames=options.target_frames,
-        target_fps=options.target_fps,
-        short_clips=options.short_clips,
-        resize_mode=options.resize_mode,
-    )
-    fields = {
-        "crop_mode": "center" if options.center_crop else "none",
-        "video": video,
-        "size": None if options.width is None else (options.width, options.height),
-    }
-    return _prepare(options, fields, video_dir=options.video_dir, max_files=options.max_videos)
+    return _prepare(options, clip_fields(options), "video")
 
 
-def _prepare(options: argparse.Namespace, recipe_fields: Mapping[str, Any], **inputs: Any) -> int:
+def _prepare(options: argparse.Namespace, media_fields: Mapping[str, Any], media: str) -> int:
     from rich.console import Console
 
-    from latentry.buckets import MultiTierBucketCalculator
     from latentry.encode.prepare import prepare
     from latentry.encode.recipe import Recipe
     from latentry.hardware import find_devices
 
-    preset = MultiTierBucketCalculator.RESOLUTION_PRESETS[options.resolution_preset or options.default_preset]
     recipe = Recipe(
-        processor=options.processor,
-        model_name=options.model_name,
-        max_pixels=preset if options.max_pixels is None else options.max_pixels,
-        caption_format=options.caption_format,
-        caption_field=options.caption_field,
-        dtype=options.dtype,
-        output_format=options.output_format,
-        stochastic=options.stochastic,
-        seed=options.seed,
-        **recipe_fields,
+        **encoding_fields(options), **size_fields(options), **caption_fields(options), **media_fields
     )
     if not options.quiet and find_devices(options.devices) == ["cpu"]:
         print("no GPU in use: encoding on the CPU", file=sys.stderr)
     with progress_display(quiet=options.quiet or options.dry_run) as show:
         result = prepare(
             recipe,
-            output_dir=options.output_dir,
-            devices=options.devices,
-            batch_size=options.batch_size,
-            shard_size=options.shard_size,
-            verify=options.verify,
-            overwrite=options.overwrite,
-            dry_run=options.dry_run,
+            **input_arguments(options, media),
+            **run_arguments(options),
             on_progress=lambda now: show(now.phase, now.done, now.total, now.failures, now.by_device),
-            **inputs,
         )
     if options.json:
         print(json.dumps(result.to_dict(), indent=2))

@@ -27,6 +27,7 @@ from latentry.encode.read_ahead import DecodedSample, ReadAhead, RunningTask
 from latentry.encode.recipe import ResolvedRecipe
 from latentry.errors import RunError
 from latentry.processors import Fields, Processor
+from latentry.sources.folder import SourceFolders
 from latentry.types import Failure, PlannedSample, Task
 
 MAX_FAILURES_IN_A_ROW = 100
@@ -54,12 +55,13 @@ class TaskRunner:
     Args:
         processor: The loaded model.
         recipe: The recipe of the cache.
-        source: The folder of the inputs.
+        source: The folders of the inputs.
         output: The folder of the cache.
         batch_size: Samples encoded together; None chooses by bucket and device.
         num_threads: Threads that decode.
         device: The device's name.
         verify: Decode every latent and measure how close it is to the input.
+        damaged: What to do with damaged inputs, one of ``DAMAGED``.
         on_outcome: Called for every sample.
     """
 
@@ -67,13 +69,14 @@ class TaskRunner:
         self,
         processor: Processor,
         recipe: ResolvedRecipe,
-        source: Path,
+        source: SourceFolders,
         output: Path,
         *,
         batch_size: int | None,
         num_threads: int,
         device: str = "cpu",
         verify: bool = False,
+        damaged: str = "skip",
         on_outcome: Callable[[Outcome], None] = lambda _: None,
     ) -> None:
         self._info = processor.info
@@ -84,6 +87,7 @@ class TaskRunner:
         self._batch_size = batch_size
         self._num_threads = num_threads
         self._encoder = BatchEncoder(processor, recipe, torch.device(device), verify=verify)
+        self._damaged = damaged
         self._on_outcome = on_outcome
         self._failures_in_a_row = 0
 
@@ -99,7 +103,9 @@ class TaskRunner:
             single_threaded_pool(self._num_threads) as readers,
             WriterThreads.running(_NUM_WRITER_THREADS) as writers,
         ):
-            read_ahead = ReadAhead(self._recipe, self._source, readers, self._num_threads)
+            read_ahead = ReadAhead(
+                self._recipe, self._source, readers, self._num_threads, damaged=self._damaged
+            )
             running_tasks = (self._begin(task, writers) for task in tasks)
             try:
                 for running, batch in read_ahead.batches(running_tasks, self._decoding_failed):
@@ -149,7 +155,11 @@ class TaskRunner:
             self._failures_in_a_row = 0
             extra = {key: column[i : i + 1] for key, column in queued.extras.items()}
             data = self._sample_data(decoded, latents[i], {**caption.fields, **extra})
-            running.writer.add(self._name(decoded), sample_row(decoded.sample, data, decoded.digest), data)
+            running.writer.add(
+                self._name(decoded),
+                sample_row(decoded.sample, data, decoded.digest, decoded.crop.damage),
+                data,
+            )
             self._on_outcome(Outcome(decoded.sample.name, psnr_db=queued.psnr_db[i]))
 
     def _name(self, decoded: DecodedSample) -> str:
@@ -160,7 +170,7 @@ class TaskRunner:
 
     def _sample_data(self, decoded: DecodedSample, latent: torch.Tensor, fields: Fields) -> SampleData:
         sample, crop = decoded.sample, decoded.crop
-        path = self._source / sample.file.name
+        path = self._source.path(sample.file.name)
         if self._recipe.video is None:
             return image_data(sample, latent, fields, crop.offset, path, self._info)
         return video_data(

@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import chain
-from pathlib import Path
 
 import numpy as np
 
@@ -27,6 +26,7 @@ from latentry.encode.recipe import ResolvedRecipe
 from latentry.errors import MediaError
 from latentry.media.reader import MediaReader, ProbeResult
 from latentry.sources.captions import CaptionFinder
+from latentry.sources.folder import SourceFolders
 from latentry.storage import content_digest
 from latentry.types import (
     Bucket,
@@ -82,7 +82,7 @@ def count_buckets(rows: Iterable[Row], more: Mapping[Bucket, int] | None = None)
 
 def make_plan(
     files: Sequence[SourceFile],
-    root: Path,
+    source: SourceFolders,
     reader: MediaReader,
     choose_buckets: BucketChooser,
     finder: CaptionFinder,
@@ -91,9 +91,12 @@ def make_plan(
     task_size: Callable[[Bucket], int] = lambda _: TASK_SIZE,
     unreadable: Sequence[Failure] = (),
     failed_before: Iterable[str] = (),
+    keep_damaged: bool = False,
     on_progress: Callable[[int], None] = lambda _: None,
 ) -> Plan:
     """Decide what happens to every file. ``known`` are the cache's rows by sample name."""
+    if not keep_damaged:
+        known = {name: row for name, row in known.items() if not row.damage}
     known_of_file: dict[str, list[str]] = defaultdict(list)
     for name, row in known.items():
         known_of_file[row.source_name].append(name)
@@ -108,16 +111,16 @@ def make_plan(
             continue
         caption = finder.find(file.name)
         rows = {name: known[name] for name in known_of_file[file.name]}
-        if rows and all(_is_unchanged(row, len(rows), caption, file, root) for row in rows.values()):
+        if rows and all(_is_unchanged(row, len(rows), caption, file, source) for row in rows.values()):
             done |= rows
         else:
             changed.append((file, caption))
-    samples, skipped = _probe(changed, root, reader, choose_buckets, on_progress)
+    samples, skipped = _probe(changed, source, reader, choose_buckets, on_progress)
     # Of a file that gives several samples, some may be done.
     to_encode = []
     for sample in samples:
         held = known.get(sample.name)
-        if held is not None and _is_unchanged(held, None, sample.caption, sample.file, root):
+        if held is not None and _is_unchanged(held, None, sample.caption, sample.file, source):
             done[sample.name] = held
         else:
             to_encode.append(sample)
@@ -130,7 +133,7 @@ def make_plan(
         vanished=tuple(
             name
             for name, row in known.items()
-            if row.source_name not in names and not (root / row.source_name).exists()
+            if row.source_name not in names and not source.path(row.source_name).exists()
         ),
         captions=finder.counts,
         caption_problems=finder.problems,
@@ -146,7 +149,9 @@ def _is_unicode(name: str) -> bool:
     return True
 
 
-def _is_unchanged(row: Row, num_known: int | None, caption: Caption, file: SourceFile, root: Path) -> bool:
+def _is_unchanged(
+    row: Row, num_known: int | None, caption: Caption, file: SourceFile, source: SourceFolders
+) -> bool:
     """Whether caption, size and time are the same; if only the time differs, the content is compared.
 
     With ``num_known``, also whether all samples of the file are there.
@@ -158,7 +163,7 @@ def _is_unchanged(row: Row, num_known: int | None, caption: Caption, file: Sourc
     if row.source_modified_ns == file.modified_ns:
         return True
     try:
-        return row.source_digest == content_digest(root / file.name)
+        return row.source_digest == content_digest(source.path(file.name))
     except OSError:
         return False
 
@@ -186,7 +191,7 @@ def bucket_chooser(recipe: ResolvedRecipe) -> BucketChooser:
 
 def _probe(
     files: Sequence[tuple[SourceFile, Caption]],
-    root: Path,
+    source: SourceFolders,
     reader: MediaReader,
     choose_buckets: BucketChooser,
     on_progress: Callable[[int], None],
@@ -195,7 +200,7 @@ def _probe(
 
     def probe_one(file: SourceFile) -> ProbeResult | str:
         try:
-            return reader.probe(root / file.name)
+            return reader.probe(source.path(file.name))
         except MediaError as error:
             return str(error)
 

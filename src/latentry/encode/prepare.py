@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from latentry.cache.write.commits import Commit
 from latentry.cache.write.workspace import Workspace
 from latentry.encode.pipeline import Outcome
 from latentry.encode.plan import Plan, bucket_chooser, count_buckets, make_plan, task_size_of
+from latentry.encode.read_ahead import DAMAGED
 from latentry.encode.recipe import Recipe, ResolvedRecipe, resolve_recipe
 from latentry.engines.local import Job, run_tasks
 from latentry.errors import CacheError, ConfigError, RunError
@@ -28,7 +29,7 @@ from latentry.hardware import find_devices
 from latentry.processors import processor_class
 from latentry.report.summary import PrepareResult
 from latentry.sources.captions import CaptionFinder
-from latentry.sources.folder import list_folder
+from latentry.sources.folder import SourceFolders, list_folder
 from latentry.storage import content_digest
 from latentry.types import Bucket, Failure, ProcessorInfo, SourceFile
 
@@ -59,6 +60,7 @@ def prepare(
     shard_size: int = 10_000,
     max_files: int | None = None,
     verify: bool = False,
+    damaged: str = "skip",
     overwrite: bool = False,
     dry_run: bool = False,
     on_progress: OnProgress = lambda _: None,
@@ -80,6 +82,8 @@ def prepare(
         max_files: Encode only the first N inputs, sorted by name.
         verify: Decode what this run encodes, and measure how close it is to its input. Also compare the checksums of
             samples that are already there, and encode damaged ones again.
+        damaged: What to do with inputs whose decoder reports damage: ``skip`` makes them failures, ``keep`` encodes
+            what could be decoded and says so in their rows, ``error`` stops the run at the first one.
         overwrite: Replace a cache that was made by another recipe.
         dry_run: Only plan; write nothing.
         on_progress: Called as inputs are planned and encoded.
@@ -87,9 +91,11 @@ def prepare(
     for name, value in (("batch_size", batch_size), ("shard_size", shard_size), ("max_files", max_files)):
         if value is not None and value < 1:
             raise ConfigError(f"{name} is {value}; it must be at least 1")
+    if damaged not in DAMAGED:
+        raise ConfigError(f"unknown damaged {damaged!r}; choose one of {', '.join(DAMAGED)}")
     started = time.monotonic()
     processor = processor_class(recipe.processor)
-    source = _source_folder(recipe, processor.info, image_dir, video_dir)
+    source = _source_folders(recipe, processor.info, image_dir, video_dir)
     output = Path(output_dir).expanduser().absolute()
     device_names = find_devices(devices)
     model_name = recipe.model_name or processor.info.default_model_name
@@ -99,7 +105,7 @@ def prepare(
         processor.weights_identity(model_name),
         on_gpu=all(name.startswith("cuda") for name in device_names),
     )
-    inputs = _Inputs(resolved, processor.info, source, output, max_files, on_progress)
+    inputs = _Inputs(resolved, processor.info, source, output, max_files, damaged, on_progress)
 
     if dry_run:
         workspace = Workspace(output)
@@ -111,7 +117,7 @@ def prepare(
     with Workspace.opened(output) as workspace:
         if not overwrite:
             _check_recipe(workspace, resolved)
-        workspace.begin(asdict(resolved), overwrite=overwrite)
+        workspace.begin(resolved.recorded(), overwrite=overwrite)
         known = workspace.rows(resolved.fingerprint)
         if verify:
             shards = OpenShards(output)
@@ -126,6 +132,7 @@ def prepare(
             run=workspace.run,
             batch_size=batch_size,
             verify=verify,
+            damaged=damaged,
         )
         run_tasks(job, plan.tasks, device_names, watcher)
         encoded = {row.sample_name: row for row in workspace.committed_rows(task.id for task in plan.tasks)}
@@ -135,8 +142,10 @@ def prepare(
     return _result(plan, output, device_names, started, count_buckets(rows), watcher=watcher)
 
 
-def _source_folder(recipe: Recipe, info: ProcessorInfo, image_dir: Any | None, video_dir: Any | None) -> Path:
-    """The folder of the inputs, if it fits the recipe and the processor."""
+def _source_folders(
+    recipe: Recipe, info: ProcessorInfo, image_dir: Any | None, video_dir: Any | None
+) -> SourceFolders:
+    """The folders of the inputs, if they fit the recipe and the processor."""
     media = recipe.media
     if media not in info.media:
         raise ConfigError(
@@ -147,7 +156,7 @@ def _source_folder(recipe: Recipe, info: ProcessorInfo, image_dir: Any | None, v
         raise ConfigError(
             f"a recipe for {media}s needs {media}_dir, the folder of the {media}s, and no other folder"
         )
-    return Path(folder).expanduser().absolute()
+    return SourceFolders((Path(folder).expanduser().absolute(),))
 
 
 class _Inputs:
@@ -157,20 +166,23 @@ class _Inputs:
         self,
         resolved: ResolvedRecipe,
         info: ProcessorInfo,
-        source: Path,
+        source: SourceFolders,
         output: Path,
         max_files: int | None,
+        damaged: str,
         on_progress: OnProgress,
     ) -> None:
         self._resolved, self._info = resolved, info
         self._source, self._output = source, output
-        self._on_progress = on_progress
+        self._damaged, self._on_progress = damaged, on_progress
         self._choose_buckets = bucket_chooser(resolved)
         self._reader = resolved.media_reader()
-        files, self._unreadable = list_folder(source, self._reader.suffixes, leave_out=output)
+        files, self._unreadable = list_folder(source.roots[0], self._reader.suffixes, leave_out=output)
         self._files: Sequence[SourceFile] = files[:max_files]
         lines_field = "internvl" if resolved.video is None else "caption"
-        self._finder = CaptionFinder(source, resolved.caption_format, resolved.caption_field, lines_field)
+        self._finder = CaptionFinder(
+            source.roots[0], resolved.caption_format, resolved.caption_field, lines_field
+        )
 
     def plan(self, workspace: Workspace, known: Mapping[str, Row]) -> Plan:
         plan = make_plan(
@@ -183,12 +195,17 @@ class _Inputs:
             task_size=task_size_of(self._resolved, self._info),
             unreadable=self._unreadable,
             failed_before=workspace.failed_before(),
+            keep_damaged=self._damaged == "keep",
             on_progress=lambda done: self._on_progress(Progress("plan", done, len(self._files))),
         )
         if plan.vanished and not plan.done:
             raise RunError(
                 f"none of the {len(plan.vanished)} samples in {self._output} comes from {self._source}; choose "
                 "another output_dir, or replace that cache with --overwrite"
+            )
+        if plan.skipped and self._damaged == "error":
+            raise RunError(
+                f"{plan.skipped[0].name} {plan.skipped[0].reason}; mend or move the file, or leave out --damaged error"
             )
         return plan
 
@@ -205,7 +222,7 @@ def _metadata(
         max_pixels=resolved.max_pixels,
         caption_format=recipe.caption_format if recipe.video else None,
         mode=recipe.video.mode if recipe.video else None,
-        recipe=asdict(resolved),
+        recipe=resolved.recorded(),
         fingerprint=resolved.fingerprint,
         shards=[],
     )
@@ -237,7 +254,7 @@ def _is_intact(row: Row, output: Path, shards: OpenShards) -> bool:
 
 
 def _rows_to_keep(
-    plan: Plan, known: Mapping[str, Row], encoded: Mapping[str, Row], source: Path, output: Path
+    plan: Plan, known: Mapping[str, Row], encoded: Mapping[str, Row], source: SourceFolders, output: Path
 ) -> list[Row]:
     """The rows of the finished cache: done, encoded, and those whose input exists but was left out of this run."""
     gone = set(plan.vanished)
@@ -246,7 +263,7 @@ def _rows_to_keep(
     }
     rows = []
     for row in {**left_out, **plan.done, **encoded}.values():
-        path = str(source / row.source_name)
+        path = str(source.path(row.source_name))
         rows.append(
             msgspec.structs.replace(
                 row,

@@ -11,15 +11,15 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import groupby
-from pathlib import Path
 
 from latentry.cache.write.commits import Commit
 from latentry.cache.write.task_writer import TaskWriter
 from latentry.encode.caption_batches import CaptionBatches
 from latentry.encode.recipe import ResolvedRecipe
-from latentry.errors import MediaError
+from latentry.errors import MediaError, RunError
 from latentry.media.reader import Crop
 from latentry.seeds import derived_seed
+from latentry.sources.folder import SourceFolders
 from latentry.types import Failure, PlannedSample, Task
 
 _MAX_BYTES_AHEAD = 1 << 32
@@ -55,24 +55,42 @@ class _PendingFile:
 
     running: RunningTask
     samples: tuple[PlannedSample, ...]
-    future: Future[list[DecodedSample] | str] | None
+    future: Future[list[DecodedSample | str] | str] | None
 
 
 OnFailure = Callable[[RunningTask, Sequence[PlannedSample], str], None]
-"""Called with the samples of a file that cannot be decoded, and the reason."""
+"""Called with samples of a file that cannot be decoded, or are damaged, and the reason."""
+
+DAMAGED = ("skip", "keep", "error")
+"""What to do with damaged inputs: report them as failures, encode them all the same, or stop the run."""
 
 
 class ReadAhead:
-    """Decodes the samples of tasks in order, in the threads of a pool."""
+    """Decodes the samples of tasks in order, in the threads of a pool.
+
+    Args:
+        recipe: The recipe of the cache.
+        source: The folders of the inputs.
+        pool: The threads.
+        num_threads: How many they are.
+        damaged: One of ``DAMAGED``.
+    """
 
     def __init__(
-        self, recipe: ResolvedRecipe, source: Path, pool: ThreadPoolExecutor, num_threads: int
+        self,
+        recipe: ResolvedRecipe,
+        source: SourceFolders,
+        pool: ThreadPoolExecutor,
+        num_threads: int,
+        *,
+        damaged: str,
     ) -> None:
         self._recipe = recipe
         self._reader = recipe.media_reader()
         self._source = source
         self._pool = pool
         self._num_threads = num_threads
+        self._damaged = damaged
 
     def batches(
         self, tasks: Iterable[RunningTask], on_failure: OnFailure
@@ -106,7 +124,11 @@ class ReadAhead:
             if isinstance(decoded, str):
                 on_failure(running, file.samples, decoded)
             else:
-                batch += decoded
+                for sample, result in zip(file.samples, decoded, strict=True):
+                    if isinstance(result, str):
+                        on_failure(running, [sample], result)
+                    else:
+                        batch.append(result)
             num_decoded += 1
             while len(batch) >= running.batch_size:
                 yield running, batch[: running.batch_size]
@@ -129,15 +151,29 @@ class ReadAhead:
                 yield _PendingFile(running, samples, self._pool.submit(self._decode, samples))
             yield _PendingFile(running, (), None)
 
-    def _decode(self, samples: Sequence[PlannedSample]) -> list[DecodedSample] | str:
-        """The samples of one file, or the reason why it cannot be decoded."""
+    def _decode(self, samples: Sequence[PlannedSample]) -> list[DecodedSample | str] | str:
+        """The samples of one file, each or all of them replaced by the reason why they cannot be used."""
+        decoded = self._decode_file(samples)
+        if self._damaged == "error":
+            for result in [decoded] if isinstance(decoded, str) else decoded:
+                if isinstance(result, str):
+                    raise RunError(
+                        f"{samples[0].file.name} {result}; committed samples are kept: mend or move the file, or "
+                        "leave out --damaged error, then rerun the same command to resume"
+                    )
+        return decoded
+
+    def _decode_file(self, samples: Sequence[PlannedSample]) -> list[DecodedSample | str] | str:
         file = samples[0].file
-        path = self._source / file.name
+        path = self._source.path(file.name)
         try:
             media = self._reader.load(path)
             crops = self._reader.read(media, samples, derived_seed(self._recipe.seed, "crop", file.name))
             return [
-                DecodedSample(sample, crop, media.digest) for sample, crop in zip(samples, crops, strict=True)
+                f"is damaged: {crop.damage}"
+                if crop.damage and self._damaged != "keep"
+                else DecodedSample(sample, crop, media.digest)
+                for sample, crop in zip(samples, crops, strict=True)
             ]
         except MediaError as error:
             return str(error)

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import MISSING, asdict, dataclass, fields
 from typing import Any
 
 from latentry.cache.format import OUTPUT_FORMATS, recipe_fingerprint
 from latentry.crops import CROP_MODES
 from latentry.errors import ConfigError
+from latentry.media.image_reader import ImageReader
 from latentry.media.images import NO_CROP
-from latentry.media.reader import ImageReader, MediaReader, VideoOptions, VideoReader
+from latentry.media.reader import MediaReader
+from latentry.media.video_options import VideoOptions
+from latentry.media.video_reader import VideoReader
 from latentry.sources.captions import CAPTION_FORMATS
 from latentry.types import ProcessorInfo
 
@@ -79,7 +82,11 @@ class Recipe:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ResolvedRecipe:
-    """A recipe with nothing left open, as it is recorded in a cache."""
+    """A recipe with nothing left open, as it is recorded in a cache.
+
+    A field that a later release adds has a default value, which gives what earlier releases did. It is recorded only
+    where it differs from that, so that caches of earlier releases can still be added to.
+    """
 
     recipe_version: int = RECIPE_VERSION
     processor: str
@@ -120,13 +127,24 @@ class ResolvedRecipe:
             return ImageReader(self.crop_mode)
         return VideoReader(self.video, self.crop_mode, self.frame_step)
 
+    def recorded(self) -> dict[str, Any]:
+        """The recipe as a cache records it, without the fields that have their default value."""
+        found = asdict(self)
+        return {
+            field.name: found[field.name]
+            for field in fields(self)
+            if field.default is MISSING
+            or field.name == "recipe_version"
+            or found[field.name] != field.default
+        }
+
     @property
     def fingerprint(self) -> str:
-        return recipe_fingerprint(asdict(self))
+        return recipe_fingerprint(self.recorded())
 
     def differences(self, recorded: Mapping[str, Any]) -> list[str]:
         """One line for each field in which a recorded recipe differs from this one."""
-        mine = json.loads(json.dumps(asdict(self)))
+        mine = json.loads(json.dumps(self.recorded()))
         names = [*mine, *sorted(recorded.keys() - mine.keys())]
         return [
             f"{name} was {recorded.get(name)!r}, now {mine.get(name)!r}"

@@ -29,6 +29,7 @@ from latentry.encode.recipe import ResolvedRecipe
 from latentry.errors import LatentryError, RunError
 from latentry.hardware import num_cores
 from latentry.processors import processor_class
+from latentry.sources.folder import SourceFolders
 from latentry.types import Task
 
 _MAX_READERS = 16
@@ -40,8 +41,8 @@ class Job:
 
     recipe: ResolvedRecipe
     model_name: str
-    source: Path
-    """The folder of the inputs."""
+    source: SourceFolders
+    """The folders of the inputs."""
     output: Path
     """The folder of the cache."""
     run: int
@@ -50,6 +51,8 @@ class Job:
     """Samples that are encoded together; None lets the device decide."""
     verify: bool
     """Whether to decode every latent and measure its PSNR."""
+    damaged: str
+    """What to do with damaged inputs: ``skip``, ``keep`` or ``error``."""
 
 
 Reporter = Callable[[str, Outcome | Commit], None]
@@ -89,6 +92,7 @@ def _run_on_device(
             num_threads=min(_MAX_READERS, max(2, cores * 3 // 4)),
             device=device,
             verify=job.verify,
+            damaged=job.damaged,
             on_outcome=lambda outcome: report(device, outcome),
         )
         # Closing the generator ends its thread pools and settings here, not when it is garbage-collected.

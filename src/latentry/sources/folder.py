@@ -1,13 +1,33 @@
-"""A folder of images or videos, searched recursively."""
+"""Folders of images or videos, searched recursively.
+
+A file is named by its path relative to the first folder, so the names of one folder stay the same when others are
+added, and folders that are moved together keep their names.
+"""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Collection, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from latentry.errors import ConfigError
 from latentry.types import Failure, SourceFile
+
+
+@dataclass(frozen=True, slots=True)
+class SourceFolders:
+    """The folders of a run's inputs. Everything that opens an input finds it here."""
+
+    roots: tuple[Path, ...]
+    """Absolute paths."""
+
+    def path(self, name: str) -> Path:
+        """Where the file of this name is. Names in further folders begin with ``../``."""
+        return Path(os.path.normpath(self.roots[0] / name))
+
+    def __str__(self) -> str:
+        return ", ".join(str(root) for root in self.roots)
 
 
 def list_folder(

@@ -82,7 +82,7 @@ def video_data(
     return data
 
 
-def sample_row(sample: PlannedSample, data: SampleData, source_digest: str) -> Row:
+def sample_row(sample: PlannedSample, data: SampleData, source_digest: str, damage: str | None) -> Row:
     """The row of a sample, with what the next run needs to find out whether the input has changed.
 
     Its writer adds where the sample is stored, and a digest of the file.
@@ -108,4 +108,5 @@ def sample_row(sample: PlannedSample, data: SampleData, source_digest: str) -> R
         source_bytes=sample.file.size_bytes,
         source_modified_ns=sample.file.modified_ns,
         source_digest=source_digest,
+        damage=damage or "",
     )

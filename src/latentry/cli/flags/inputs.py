@@ -1,0 +1,49 @@
+"""Where inputs come from, and where the cache goes."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from latentry.cli.flags import add_flag
+
+
+def add_input_flags(parser: argparse.ArgumentParser, media: str) -> None:
+    """Add the flags that name folders.
+
+    Args:
+        parser: The parser of ``latentry image`` or ``latentry video``.
+        media: ``image`` or ``video``.
+    """
+    group = parser.add_argument_group("input and output")
+    add_flag(
+        group,
+        f"--{media}_dir",
+        metavar="DIR",
+        required=True,
+        help=f"encode the {media}s in this folder and its subfolders (required)",
+    )
+    add_flag(
+        group,
+        f"--max_{media}s",
+        metavar="N",
+        type=int,
+        help="encode only the first N, sorted by name (default: all)",
+    )
+    add_flag(
+        group,
+        "--output_dir",
+        metavar="DIR",
+        required=True,
+        help="write the cache to this folder, created if missing (required)",
+    )
+
+
+def input_arguments(options: argparse.Namespace, media: str) -> dict[str, Any]:
+    """The arguments of ``prepare()`` that these flags give."""
+    folder = f"{media}_dir"
+    return {
+        folder: getattr(options, folder),
+        "max_files": getattr(options, f"max_{media}s"),
+        "output_dir": options.output_dir,
+    }

@@ -1,0 +1,65 @@
+"""How a run works and what it prints."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from latentry.cli.flags import add_flag
+
+
+def add_run_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that do not change what a cache contains."""
+    run = parser.add_argument_group("run")
+    add_flag(
+        run,
+        "--devices",
+        metavar="DEVICES",
+        default="auto",
+        help="use cpu, or GPUs such as cuda:0,cuda:1 (default: auto, every GPU or else the CPU)",
+    )
+    add_flag(
+        run,
+        "--batch_size",
+        metavar="N",
+        type=int,
+        help="encode N samples together (default: as many as fit on the GPU; 1 on a CPU and for clips)",
+    )
+    add_flag(
+        run,
+        "--shard_size",
+        metavar="N",
+        type=int,
+        default=10_000,
+        help="write N rows per metadata shard (default: 10000)",
+    )
+    add_flag(
+        run,
+        "--verify",
+        action="store_true",
+        help="decode what this run encodes and report its PSNR; encode damaged samples again",
+    )
+    add_flag(
+        run,
+        "--damaged",
+        choices=("skip", "keep", "error"),
+        default="skip",
+        help="report damaged inputs as failures (skip), encode them all the same (keep) or stop the run (error) "
+        "(default: skip)",
+    )
+    add_flag(run, "--overwrite", action="store_true", help="replace a cache that another recipe made")
+    add_flag(run, "--dry_run", action="store_true", help="show the plan and write nothing")
+    add_output_flags(run)
+
+
+def add_output_flags(parser: Any, *, with_json: bool = True) -> None:
+    """Add the flags about what a command prints."""
+    add_flag(parser, "--quiet", action="store_true", help="print errors only")
+    if with_json:
+        add_flag(parser, "--json", action="store_true", help="print the result as JSON")
+
+
+def run_arguments(options: argparse.Namespace) -> dict[str, Any]:
+    """The arguments of ``prepare()`` that these flags give."""
+    names = ("devices", "batch_size", "shard_size", "verify", "damaged", "overwrite", "dry_run")
+    return {name: getattr(options, name) for name in names}

@@ -1,0 +1,41 @@
+"""Images as samples: each file is one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from latentry.errors import MediaError
+from latentry.media.content import MediaFile, read_media_file
+from latentry.media.images import decode_image, fit_to_bucket, probe_image
+from latentry.media.reader import Crop, ProbeResult
+from latentry.types import PlannedSample
+
+IMAGE_SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".webp", ".bmp"})
+
+
+@dataclass(frozen=True, slots=True)
+class ImageReader:
+    """Reads images. Each is one sample."""
+
+    crop_mode: str
+    resize_mode: str = "bicubic"
+    suffixes: frozenset[str] = IMAGE_SUFFIXES
+
+    def probe(self, path: Path) -> ProbeResult:
+        return ProbeResult(*probe_image(path))
+
+    def load(self, path: Path) -> MediaFile:
+        return read_media_file(path)
+
+    def read(self, file: MediaFile, samples: Sequence[PlannedSample], seed: int) -> list[Crop]:
+        (sample,) = samples
+        assert file.content is not None, "images are read whole, whatever their size"
+        pixels = decode_image(file.content)
+        height, width = pixels.shape[:2]
+        if (width, height) != (sample.width, sample.height):
+            raise MediaError(f"is {width}x{height}, but was {sample.width}x{sample.height} when planned")
+        return [
+            Crop(*fit_to_bucket(pixels, sample.bucket.resolution, self.crop_mode, seed, self.resize_mode))
+        ]
