@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 
 class Bucket(NamedTuple):
@@ -73,11 +74,19 @@ class SourceFile:
 
 @dataclass(frozen=True, slots=True)
 class Caption:
-    """The text that describes a sample, and where it was found."""
+    """The texts that describe a sample, and where they were found."""
 
     text: str
+    """The first text. Most samples have only one."""
     source: str
-    """``sidecar``, ``txt``, ``jsonl``, ``meta_json`` or ``file name``."""
+    """``sidecar``, ``txt``, ``jsonl``, ``csv``, ``meta_json``, ``file name`` or ``empty``."""
+    more: tuple[str, ...] = ()
+    """Further texts. The loader takes one of all texts in each epoch."""
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """All texts."""
+        return (self.text, *self.more)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +106,9 @@ class PlannedSample:
     """The number of this sample among those of its file, from 0."""
     num_samples: int = 1
     """How many samples the file gives."""
+    stored_row: Mapping[str, Any] | None = field(default=None, compare=False)
+    """The sample's row in the cache, as it is written, if only its captions have changed. Everything else is then
+    taken from the cache."""
 
     @property
     def name(self) -> str:
@@ -123,6 +135,11 @@ class Task:
     samples: tuple[PlannedSample, ...]
     retry: bool = False
     """Whether these samples failed in an earlier run. Failing again does not count towards stopping the run."""
+
+    @property
+    def captions_only(self) -> bool:
+        """Whether all samples are in the cache except for their captions."""
+        return self.samples[0].stored_row is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,12 +16,12 @@ SOURCE = Path(latentry.__file__).parent
 
 LAYERS = [
     "errors", "extras", "types", "seeds", "hardware", "storage", "crops", "buckets",
-    "cache.packed_format", "cache.format", "cache.torch_zip", "cache.index", "cache.read", "cache.latent_checks",
+    "cache.caption_keys", "cache.packed_format", "cache.format", "cache.torch_zip", "cache.index", "cache.read", "cache.latent_checks",
     "cache.write", "cache.convert", "cache.verify",
-    "serve.order", "serve.epoch_order", "serve.sampler_state", "serve.progress", "serve.sampler", "serve.collate",
+    "serve.sample_index", "serve.order", "serve.epoch_order", "serve.sampler_state", "serve.progress", "serve.sampler", "serve.all_captions", "serve.collate",
     "serve.dataset", "serve.accelerate_hooks", "serve.loader", "serve.config",
-    "sources", "media", "processors.fused", "processors", "encode.recipe", "encode.plan", "encode.device",
-    "encode.caption_batches", "encode.read_ahead", "encode.batch_encoder", "encode.pipeline", "engines", "report",
+    "sources", "media", "processors.fused", "processors", "encode.recipe", "encode.held_samples", "encode.plan", "encode.device",
+    "encode.caption_batches", "encode.stored_tensors", "encode.read_ahead", "encode.batch_encoder", "encode.pipeline", "engines", "report",
     "encode.decode_check", "encode.verify", "encode.prepare", "testing", "demo", "cli",
     "__main__", "_old_names",
 ]  # fmt: skip

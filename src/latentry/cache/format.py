@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from latentry.cache.packed_format import PACKED_VERSION, PackedEntry, PackedHeader
+from latentry.cache.packed_format import READABLE_VERSIONS, PackedEntry, PackedHeader
 from latentry.errors import CacheNotFoundError, MetadataError
 from latentry.storage import path_inside
 from latentry.types import Bucket
@@ -61,6 +61,9 @@ class Row(IndexRow, kw_only=True, omit_defaults=True):
     video_path: str | None = None
     original_resolution: tuple[int, int] | None = None
     prompt: str | None = None
+    """The caption, or the first one."""
+    prompts: tuple[str, ...] | None = None
+    """All captions, if there are several."""
     bucket_id: int | UnsetType | None = UNSET
     pixels: int | None = None
     model_type: str | None = None
@@ -113,7 +116,7 @@ class Row(IndexRow, kw_only=True, omit_defaults=True):
 
 _ROW_KEYS = (
     "cache_file", "image_path", "video_path", "bucket_resolution", "crop_resolution", "original_resolution", "prompt",
-    "bucket_id", "aspect_ratio", "pixels", "model_type", "num_frames", "frame_index", "total_frames_extracted",
+    "prompts", "bucket_id", "aspect_ratio", "pixels", "model_type", "num_frames", "frame_index", "total_frames_extracted",
     "source_frame_index", "sample_name", "caption_source", "source_name", "source_bytes", "source_modified_ns",
     "source_digest", "damage", "file_bytes", "file_digest", "packed",
 )  # fmt: skip
@@ -175,6 +178,8 @@ class CacheMetadata(msgspec.Struct, kw_only=True, omit_defaults=True):
     shards: list[str]
     """The metadata shards, in order."""
     format_version: int | None = None
+    max_captions: int | None = None
+    """The largest number of captions of a sample, if it is more than 1."""
     packed: PackedHeader | None = None
     """Set where samples are stored in shards."""
     other: Json = msgspec.field(default_factory=dict)
@@ -234,15 +239,22 @@ def read_metadata(cache_dir: Path) -> CacheMetadata:
 
 def _decode_metadata(content: bytes) -> CacheMetadata:
     versions = msgspec.json.decode(content, type=WrittenNames)
-    if versions.packed is not None and versions.packed.version != PACKED_VERSION:
+    if versions.packed is not None and versions.packed.version not in READABLE_VERSIONS:
+        readable = " and ".join(map(str, READABLE_VERSIONS))
         raise msgspec.ValidationError(
-            f"the packed index has version {versions.packed.version}; this release reads version {PACKED_VERSION}"
+            f"the packed index has version {versions.packed.version}; this release reads versions {readable}"
         )
     return _from_dict(msgspec.json.decode(content, type=Json), CacheMetadata, _METADATA_KEYS)
 
 
+CAPTION_CHOICES = {"caption_format": "auto", "caption_field": None}
+"""The fields of a recipe that only decide which captions are found, with their default values. A recorded recipe has
+them, but they do not count: each row has its captions, and a sample whose captions changed is encoded again."""
+
+
 def recipe_fingerprint(recipe: Mapping[str, Any]) -> str:
-    """Identifies a resolved recipe as it is recorded in a cache."""
+    """Identifies a resolved recipe as it is recorded in a cache. Which captions are found does not count."""
+    recipe = {name: CAPTION_CHOICES.get(name, value) for name, value in recipe.items()}
     return hashlib.blake2b(json.dumps(recipe, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 

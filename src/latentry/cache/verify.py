@@ -16,15 +16,23 @@ from typing import Any
 import torch
 
 from latentry.buckets import aspect_name
+from latentry.cache.caption_keys import PROMPTS, caption_key, num_captions
 from latentry.cache.format import Row, row_from_dict
 from latentry.cache.index import CacheIndex, PackedIndex, open_index
 from latentry.cache.index.rows import open_rows
 from latentry.cache.latent_checks import latent_problem
-from latentry.cache.read.fields import IMAGE_FIELDS, VIDEO_FIELDS, image_columns, video_columns
+from latentry.cache.read.fields import (
+    IMAGE_FIELDS,
+    IMAGE_TOKEN_FIELDS,
+    VIDEO_FIELDS,
+    image_columns,
+    video_columns,
+)
 from latentry.cache.read.samples import Samples, open_samples
 from latentry.errors import CacheError, MediaError
 from latentry.storage import content_digest
 
+_IMAGE_CAPTION_FIELDS = (*IMAGE_FIELDS.of_captions, *IMAGE_TOKEN_FIELDS.of_captions)
 LoadedSample = Mapping[str, Any]
 """What a cache file holds."""
 Compare = Callable[[Row, LoadedSample], float]
@@ -155,9 +163,10 @@ class _Checker:
                 if value.is_floating_point() and not torch.isfinite(value).all():
                     yield f"{key} contains NaN or infinite values"
                 self._types[key][_type_of(key, value)].append(name)
-        for key in ("prompt", "bucket_id", "num_frames", "model_type"):
+        for key in ("prompt", PROMPTS, "bucket_id", "num_frames", "model_type"):
             if key in written and key in data and written[key] != data[key]:
                 yield f"{key} is {data[key]!r}, but its row says {written[key]!r}"
+        yield from self._caption_problems(data)
         yield from self._frame_problems(data, row)
         if row.file_digest and row.file_digest != content_digest(self._cache_dir / name):
             yield "its bytes are not those that were written: the checksum differs"
@@ -167,6 +176,15 @@ class _Checker:
         fields = VIDEO_FIELDS if self._is_video else IMAGE_FIELDS
         columns = self._samples.read([number], fields.names)
         (video_columns if self._is_video else image_columns)(columns, [self._index.bucket(number)], fields)
+
+    def _caption_problems(self, data: LoadedSample) -> Iterator[str]:
+        """Tensors that further captions lack."""
+        fields = VIDEO_FIELDS.of_captions if self._is_video else _IMAGE_CAPTION_FIELDS
+        count = num_captions(data)
+        for number in range(1, count):
+            for key in (caption_key(field.name, number) for field in fields if field.name in data):
+                if key not in data:
+                    yield f"has {count} captions, but no {key}"
 
     def _frame_problems(self, data: LoadedSample, row: Row) -> Iterator[str]:
         latents = data.get("video_latents")

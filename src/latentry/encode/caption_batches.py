@@ -56,7 +56,7 @@ class _FiniteRows:
 class CaptionBatches:
     """The embeddings of a task's captions.
 
-    Each sample either takes its caption's embedding or drops its claim to it, exactly once.
+    Each sample either takes the embeddings of its captions or drops its claim to them, exactly once.
 
     Args:
         processor: Encodes the captions.
@@ -65,7 +65,7 @@ class CaptionBatches:
 
     def __init__(self, processor: Processor, samples: Sequence[PlannedSample]) -> None:
         self._processor = processor
-        self._uses = Counter(sample.caption.text for sample in samples)
+        self._uses = Counter(text for sample in samples for text in sample.caption.texts)
         self._waiting = list(self._uses)
         self._encoded: dict[str, EncodedCaption] = {}
 

@@ -1,7 +1,7 @@
 """From a recipe and a list of files to a plan: what happens to every input, before any pixel is decoded.
 
-Planning looks up all captions. An input that the cache already holds unchanged is done. Of the others, the headers are
-read. An input that cannot be read is a failure with its reason. The rest is cut into tasks.
+Planning looks up all captions. An input that the cache already holds unchanged is done. If only its captions have
+changed, the rest is taken from the cache. Of the others, the headers are read. An input that cannot be read is a failure with its reason. The rest is cut into tasks.
 
 A resumed run must form the same batches as an uninterrupted one, because the batches decide the last bits of a latent.
 The cut depends on the names and buckets of the samples, on what is already done, and on what failed before. Since tasks
@@ -14,7 +14,7 @@ import hashlib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 
 import numpy as np
@@ -22,12 +22,12 @@ import numpy as np
 from latentry.buckets import MultiTierBucketCalculator
 from latentry.cache.format import PACKED, TASK_SIZE, Row
 from latentry.cache.write.shards import TARGET_SHARD_BYTES
+from latentry.encode.held_samples import has_captions, is_same_media, planned_sample
 from latentry.encode.recipe import ResolvedRecipe
 from latentry.errors import MediaError
 from latentry.media.reader import MediaReader, ProbeResult
-from latentry.sources.captions import CaptionFinder
+from latentry.sources.captions import NO_CAPTION, CaptionFinder
 from latentry.sources.folder import SourceFolders
-from latentry.storage import content_digest
 from latentry.types import (
     Bucket,
     Caption,
@@ -68,6 +68,11 @@ class Plan:
     def num_to_encode(self) -> int:
         return sum(len(task.samples) for task in self.tasks)
 
+    @property
+    def captions_only(self) -> frozenset[str]:
+        """The names of the samples of which only the captions are encoded."""
+        return frozenset(s.name for task in self.tasks if task.captions_only for s in task.samples)
+
     def buckets(self) -> dict[Bucket, int]:
         """Samples per bucket after the run, smallest bucket first."""
         planned = Counter({task.bucket: 0 for task in self.tasks})
@@ -106,7 +111,8 @@ def make_plan(
         known_of_file[row.source_name].append(name)
     done: dict[str, Row] = {}
     changed: list[tuple[SourceFile, Caption]] = []
-    unnameable = []
+    unnameable, without_caption = [], []
+    to_encode: list[PlannedSample] = []
     for file in files:
         if not _is_unicode(file.name):
             unnameable.append(
@@ -114,31 +120,42 @@ def make_plan(
             )
             continue
         caption = finder.find(file.name)
+        if caption is None:
+            without_caption.append(Failure(file.name, NO_CAPTION))
+            continue
         rows = {name: known[name] for name in known_of_file[file.name]}
-        if rows and all(_is_unchanged(row, len(rows), caption, file, source) for row in rows.values()):
-            done |= rows
+        if rows and all(is_same_media(row, len(rows), file, source) for row in rows.values()):
+            for name, row in rows.items():
+                if has_captions(row, caption):
+                    done[name] = row
+                else:
+                    to_encode.append(planned_sample(row, file, caption, stored_row=row.to_dict()))
         else:
             changed.append((file, caption))
     samples, skipped, notes = _probe(changed, source, reader, choose_buckets, on_progress)
     # Of a file that gives several samples, some may be done.
-    to_encode = []
     for sample in samples:
         held = known.get(sample.name)
-        if held is not None and _is_unchanged(held, None, sample.caption, sample.file, source):
+        if held is None or not is_same_media(held, None, sample.file, source):
+            to_encode.append(sample)
+        elif has_captions(held, sample.caption):
             done[sample.name] = held
         else:
-            to_encode.append(sample)
+            to_encode.append(replace(sample, stored_row=held.to_dict()))
+    finder.note_unmatched_entries()
+    failed_captions = without_caption if finder.required else []
     names = {file.name for file in files}
     return Plan(
         tasks=tuple(_cut(to_encode, frozenset(failed_before), task_size)),
         done=done,
-        skipped=(*unreadable, *unnameable, *skipped),
+        skipped=(*unreadable, *unnameable, *skipped, *failed_captions),
         files=frozenset(names),
         vanished=tuple(
             name
             for name, row in known.items()
             if row.source_name not in names and not source.path(row.source_name).exists()
         ),
+        left_out=() if finder.required else tuple(without_caption),
         notes=notes,
         captions=finder.counts,
         caption_problems=finder.problems,
@@ -152,25 +169,6 @@ def _is_unicode(name: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
-
-
-def _is_unchanged(
-    row: Row, num_known: int | None, caption: Caption, file: SourceFile, source: SourceFolders
-) -> bool:
-    """Whether caption, size and time are the same; if only the time differs, the content is compared.
-
-    With ``num_known``, also whether all samples of the file are there.
-    """
-    if row.prompt != caption.text or row.source_bytes != file.size_bytes:
-        return False
-    if num_known is not None and (row.total_frames_extracted or 1) != num_known:
-        return False
-    if row.source_modified_ns == file.modified_ns:
-        return True
-    try:
-        return row.source_digest == content_digest(source.path(file.name))
-    except OSError:
-        return False
 
 
 # ---- headers and buckets --------------------------------------------------------------------
@@ -275,14 +273,14 @@ def _cut(
 ) -> Iterable[Task]:
     """Tasks of one bucket each.
 
-    Samples that failed before come last, in separate tasks. So they do not change which of the other samples share a
-    task.
+    Samples that failed before come last, in separate tasks, and samples of which only captions are encoded before them.
+    So neither changes which of the other samples share a task.
     """
-    groups: dict[tuple[bool, Bucket], list[PlannedSample]] = defaultdict(list)
+    groups: dict[tuple[bool, bool, Bucket], list[PlannedSample]] = defaultdict(list)
     for sample in samples:
-        groups[sample.name in failed_before, sample.bucket].append(sample)
-    for again, bucket in sorted(groups, key=lambda key: (key[0], _bucket_rank(key[1]))):
-        group = groups[again, bucket]
+        groups[sample.name in failed_before, sample.stored_row is not None, sample.bucket].append(sample)
+    for again, captions_only, bucket in sorted(groups, key=lambda key: (*key[:2], _bucket_rank(key[2]))):
+        group = groups[again, captions_only, bucket]
         size = task_size(bucket)
         for start in range(0, len(group), size):
             part = tuple(group[start : start + size])

@@ -28,7 +28,7 @@ from latentry.errors import CacheError, ConfigError, RunError
 from latentry.hardware import find_devices
 from latentry.processors import processor_class
 from latentry.report.summary import PrepareResult
-from latentry.sources.captions import CaptionFinder
+from latentry.sources.captions import NO_CAPTION
 from latentry.sources.folder import SourceFolders, list_folder
 from latentry.storage import content_digest
 from latentry.types import Bucket, Failure, ProcessorInfo, SourceFile
@@ -105,7 +105,7 @@ def prepare(
         processor.weights_identity(model_name),
         on_gpu=all(name.startswith("cuda") for name in device_names),
     )
-    inputs = _Inputs(resolved, processor.info, source, output, max_files, damaged, on_progress)
+    inputs = _Inputs(recipe, resolved, processor.info, source, output, max_files, damaged, on_progress)
 
     if dry_run:
         workspace = Workspace(output)
@@ -164,6 +164,7 @@ class _Inputs:
 
     def __init__(
         self,
+        recipe: Recipe,
         resolved: ResolvedRecipe,
         info: ProcessorInfo,
         source: SourceFolders,
@@ -179,10 +180,7 @@ class _Inputs:
         self._reader = resolved.media_reader()
         files, self._unreadable = list_folder(source.roots[0], self._reader.suffixes, leave_out=output)
         self._files: Sequence[SourceFile] = files[:max_files]
-        lines_field = "internvl" if resolved.video is None else "caption"
-        self._finder = CaptionFinder(
-            source.roots[0], resolved.caption_format, resolved.caption_field, lines_field
-        )
+        self._finder = recipe.caption_finder(source.roots)
 
     def plan(self, workspace: Workspace, known: Mapping[str, Row]) -> Plan:
         plan = make_plan(
@@ -203,9 +201,10 @@ class _Inputs:
                 f"none of the {len(plan.vanished)} samples in {self._output} comes from {self._source}; choose "
                 "another output_dir, or replace that cache with --overwrite"
             )
-        if plan.skipped and self._damaged == "error":
+        damaged = [failure for failure in plan.skipped if failure.reason != NO_CAPTION]
+        if damaged and self._damaged == "error":
             raise RunError(
-                f"{plan.skipped[0].name} {plan.skipped[0].reason}; mend or move the file, or leave out --damaged error"
+                f"{damaged[0].name} {damaged[0].reason}; mend or move the file, or leave out --damaged error"
             )
         return plan
 
@@ -313,6 +312,7 @@ def _result(
         output_dir=output,
         dry_run=dry_run,
         num_encoded=plan.num_to_encode - (len(watcher.failures) if watcher else 0),
+        num_captions_only=len(plan.captions_only - {failure.name for failure in failures}),
         num_already_done=len(plan.done),
         num_removed=len(plan.vanished),
         failures=tuple(sorted(failures, key=lambda failure: failure.name)),

@@ -30,7 +30,7 @@ def render(result: PrepareResult) -> RenderableType:
         parts.append(Text(f"captions: {counts}"))
     if result.caption_problems:
         shown = list(result.caption_problems.items())[:_NUM_FAILURES_SHOWN]
-        parts.append(Text(f"{len(result.caption_problems)} caption problems; the next source was used:"))
+        parts.append(Text(f"{len(result.caption_problems)} caption problems:"))
         parts += [Text(f"  {file} {problem}") for file, problem in shown]
     if result.psnr_db:
         worst = sorted(result.psnr_db.items(), key=lambda item: item[1][1])[:_NUM_WORST_SHOWN]
@@ -71,8 +71,9 @@ def _bucket_table(result: PrepareResult) -> Table:
 
 def _totals(result: PrepareResult) -> str:
     verb = "would be encoded" if result.dry_run else "encoded"
+    some = f" ({result.num_captions_only} of them only their captions)" if result.num_captions_only else ""
     parts = [
-        f"{result.num_encoded} {verb}",
+        f"{result.num_encoded} {verb}{some}",
         f"{result.num_already_done} already done",
         f"{len(result.failures)} failed",
     ]

@@ -14,12 +14,20 @@ import torch
 from latentry.cache.read.columns import Columns
 from latentry.cache.read.fields import VIDEO_FIELDS
 from latentry.errors import CacheFileError, ConfigError
+from latentry.serve.all_captions import NUM_CAPTIONS, pad_captions
 
 Batch = dict[str, Any]
 
 _IMAGE_TENSORS = ("latent", "crop_resolution", "original_resolution", "crop_offset")
 _IMAGE_VALUES = ("prompt", "image_path", "bucket_id", "aspect_ratio")
-_IMAGE_TEXT = ("clip_hidden", "pooled_prompt_embeds", "prompt_embeds", "clip_tokens", "t5_tokens")
+_IMAGE_TEXT = (
+    "clip_hidden",
+    "pooled_prompt_embeds",
+    "prompt_embeds",
+    "clip_tokens",
+    "t5_tokens",
+    NUM_CAPTIONS,
+)
 
 
 def collate_fn_production(batch: Sequence[Mapping[str, Any]]) -> Batch:
@@ -69,7 +77,7 @@ def image_batch(columns: Columns) -> Batch:
     }
     if "prompt_embeds" in stacked:
         output["text_embeddings"] = stacked["prompt_embeds"]
-    for key in ("pooled_prompt_embeds", "clip_hidden", "clip_tokens", "t5_tokens"):
+    for key in ("pooled_prompt_embeds", "clip_hidden", "clip_tokens", "t5_tokens", NUM_CAPTIONS):
         if key in stacked:
             output[key] = stacked[key]
     return output
@@ -78,6 +86,7 @@ def image_batch(columns: Columns) -> Batch:
 def video_batch(columns: Columns) -> Batch:
     """What ``collate_fn_video`` returns, from columns."""
     _check_not_empty(columns)
+    columns = pad_captions(columns)
     output: Batch = {
         "video_latents": _stacked(columns, "video_latents").flatten(0, 1),
         "text_embeddings": _stacked(columns, "text_embeddings").flatten(0, 1),
@@ -86,11 +95,14 @@ def video_batch(columns: Columns) -> Batch:
     for field in VIDEO_FIELDS.text:
         if not field.required and field.name in columns.tensors:
             output[field.name] = _stacked(columns, field.name).flatten(0, 1)
+    if NUM_CAPTIONS in columns.tensors:
+        output[NUM_CAPTIONS] = _stacked(columns, NUM_CAPTIONS)
     return output
 
 
 def _stack_images(columns: Columns) -> Batch:
     _check_not_empty(columns)
+    columns = pad_captions(columns)
     output: Batch = {key: _stacked(columns, key) for key in _IMAGE_TENSORS}
     output |= {key: _listed(columns, key) for key in _IMAGE_VALUES}
     output |= {key: _stacked(columns, key) for key in _IMAGE_TEXT if key in columns.tensors}

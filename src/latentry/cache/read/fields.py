@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from latentry.cache.packed_format import part_of
 from latentry.cache.read.columns import Column, Columns
 from latentry.errors import CacheFileError
 from latentry.types import Bucket
@@ -43,6 +44,11 @@ class FileFields:
     def names(self) -> frozenset[str]:
         """All fields that have to be read."""
         return frozenset([self.latents.name, *(field.name for field in self.text), *self.values])
+
+    @cached_property
+    def of_captions(self) -> tuple[TensorField, ...]:
+        """The tensors that each caption has."""
+        return tuple(field for field in self.text if part_of(field.name) == "text")
 
 
 _IMAGE_VALUES = ("original_resolution", "crop_offset", "aspect_ratio", "bucket_id", "prompt", "image_path")

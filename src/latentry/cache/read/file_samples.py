@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from latentry.cache.caption_keys import drawn_caption, num_captions, one_caption
 from latentry.cache.index import CacheIndex
 from latentry.cache.read.batch_buffers import BatchBuffers, plain_tensor
 from latentry.cache.read.columns import Columns
@@ -48,7 +49,11 @@ class FileSamples:
         return load_cache_file(self._cache_dir, self._index.relative_file(row))
 
     def read(
-        self, rows: Sequence[int], names: Collection[str], resources: ReadResources | None = None
+        self,
+        rows: Sequence[int],
+        names: Collection[str],
+        resources: ReadResources | None = None,
+        draws: Sequence[int | None] | None = None,
     ) -> Columns:
         resources = resources or ReadResources()
         batch = _FileBatch(len(rows), names, BatchBuffers(len(rows), resources.buffers))
@@ -60,6 +65,10 @@ class FileSamples:
                     contents = read_contents(file.descriptor, os.path.splitext(relative)[1])
                     if contents is None:
                         contents = load_cache_file(self._cache_dir, relative)
+                    draw = draws[i] if draws is not None else None
+                    if draw is not None:
+                        name = relative.rpartition("/")[2]
+                        contents = one_caption(contents, drawn_caption(draw, name, num_captions(contents)))
                     batch.add(i, file, contents)
                 batch.read_tensors(resources.threads)
         return batch.columns(lambda i: self.describe(rows[i]))

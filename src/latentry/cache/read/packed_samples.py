@@ -11,8 +11,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from latentry.cache.caption_keys import drawn_caption, num_captions, one_caption
 from latentry.cache.index.packed_index import PackedIndex
-from latentry.cache.packed_format import PackedEntry, RowLocation, names_of, part_of
+from latentry.cache.packed_format import PackedEntry, RowLocation, caption_of_part, part_of, text_part
 from latentry.cache.read.batch_buffers import BatchBuffers
 from latentry.cache.read.columns import Column, Columns
 from latentry.cache.read.read_threads import ReadThreads
@@ -63,21 +64,30 @@ class PackedSamples:
     def load(self, row: int) -> dict[str, Any]:
         row = self._row(row)
         entry = self._index.entry(row)
-        names = frozenset[str]().union(*(names_of(location.tensors) for location in entry.locations.values()))
-        tensors = self._read_tensors([row], [entry], names, ReadResources(threads=ReadThreads(1)))
+        resources = ReadResources(threads=ReadThreads(1))
+        tensors = self._read_tensors([row], [entry], entry.tensor_names, resources, [0])
         return entry.dictionary(self._index.row(row), {name: column[0] for name, column in tensors.items()})
 
     def read(
-        self, rows: Sequence[int], names: Collection[str], resources: ReadResources | None = None
+        self,
+        rows: Sequence[int],
+        names: Collection[str],
+        resources: ReadResources | None = None,
+        draws: Sequence[int | None] | None = None,
     ) -> Columns:
         numbers = [self._row(row) for row in rows]
         entries = [self._index.entry(number) for number in numbers]
         names = frozenset(names)
-        tensors = self._read_tensors(numbers, entries, names, resources or ReadResources())
         stored = [
             entry.dictionary(self._index.row(number), {})
             for entry, number in zip(entries, numbers, strict=True)
         ]
+        captions = [0] * len(rows)
+        for i, draw in enumerate(draws or ()):
+            if draw is not None and (count := num_captions(stored[i])) > 1:
+                captions[i] = drawn_caption(draw, entries[i].name, count)
+                stored[i] = one_caption(stored[i], captions[i])
+        tensors = self._read_tensors(numbers, entries, names, resources or ReadResources(), captions)
         values: dict[str, list[Any]] = {}
         for name in names:
             if not isinstance(tensors.get(name), torch.Tensor):
@@ -97,17 +107,22 @@ class PackedSamples:
         entries: Sequence[PackedEntry],
         names: Collection[str],
         resources: ReadResources,
+        captions: Sequence[int],
     ) -> dict[str, Column]:
-        """The named tensors of these rows. A part is read as a whole if it holds one of them."""
+        """The named tensors of these rows. A part is read as a whole if it holds one of them.
+
+        ``captions`` says for each row which caption's tensors take the names of the first one's.
+        """
         buffers = BatchBuffers(len(numbers), resources.buffers)
         reads: list[Callable[[], None]] = []
         num_bytes = 0
         for part in sorted({part_of(name) for name in names}.intersection(self._index.parts)):
             for i, entry in enumerate(entries):
-                location = entry.locations.get(part)
+                chosen = text_part(captions[i]) if part == "text" else part
+                location = entry.locations.get(chosen)
                 if location is not None:
-                    memory = row_buffers(i, location, names, buffers)
-                    reads.append(partial(self._fill, numbers[i], part, location, memory))
+                    memory = row_buffers(i, location, names, buffers, caption_of_part(part))
+                    reads.append(partial(self._fill, numbers[i], chosen, location, memory))
                     num_bytes += location.num_bytes
         resources.threads.run(reads, num_bytes)
         return buffers.columns()

@@ -30,7 +30,11 @@ class Samples(Protocol):
         """Everything that is stored of a sample, as a cache file would hold it."""
 
     def read(
-        self, rows: Sequence[int], names: Collection[str], resources: ReadResources | None = None
+        self,
+        rows: Sequence[int],
+        names: Collection[str],
+        resources: ReadResources | None = None,
+        draws: Sequence[int | None] | None = None,
     ) -> Columns:
         """These fields of several samples, as they are stored, and each sample's path as ``cache_file``.
 
@@ -38,6 +42,8 @@ class Samples(Protocol):
             rows: The samples' row numbers.
             names: Tensors and plain values to read; a sample need not have them all.
             resources: Memory and threads to read with; new ones by default.
+            draws: A number for each sample, which decides the caption that is read of several. None reads the first
+                caption.
         """
 
 

@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 import msgspec
 import torch
 
+from latentry.cache.caption_keys import PROMPTS, split_caption_key
 from latentry.cache.format import Row
-from latentry.cache.packed_format import DictForm, PackedEntry, part_of
+from latentry.cache.packed_format import DictForm, PackedEntry, caption_of_part, part_of
 from latentry.cache.write.file_writer import MAX_QUEUED, cannot_write
 from latentry.cache.write.sample_data import SampleData
 from latentry.cache.write.shards import MIN_SHARD_BYTES, TARGET_SHARD_BYTES, ShardRow, write_shard
@@ -60,16 +61,21 @@ class PackedWriter:
         tensors: dict[str, dict[str, torch.Tensor]] = {}
         for key, value in data.items():
             if isinstance(value, torch.Tensor):
-                tensors.setdefault(part_of(key), {})[key] = value
+                tensors.setdefault(part_of(key), {})[split_caption_key(key)[0]] = value
+        prompts = data.get(PROMPTS) or [data.get("prompt")]
         parts = {}
         for part, values in tensors.items():
             new = ShardRow(values)
-            identity = (str(data.get("prompt")), new.checksum, *new.layouts)
-            parts[part] = self._captions.setdefault(identity, new) if part == "text" else new
+            shard, number = "text" if caption_of_part(part) else part, caption_of_part(part)
+            if shard == "text":
+                prompt = prompts[number] if number < len(prompts) else None
+                parts[part] = self._captions.setdefault((str(prompt), new.checksum, *new.layouts), new)
+            else:
+                parts[part] = new
             if parts[part] is new:
-                self._unwritten.setdefault(part, []).append(new)
-                self._unwritten_bytes[part] += new.num_bytes
-                self._write_full_shard(part)
+                self._unwritten.setdefault(shard, []).append(new)
+                self._unwritten_bytes[shard] += new.num_bytes
+                self._write_full_shard(shard)
         plain = {key: value for key, value in data.items() if not isinstance(value, torch.Tensor)}
         form = DictForm(tuple(data), tuple(key for key, value in plain.items() if isinstance(value, tuple)))
         plain = json.loads(json.dumps(plain))

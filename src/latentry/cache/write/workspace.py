@@ -29,6 +29,7 @@ from latentry.cache.format import (
     read_metadata,
     read_row_dicts,
     read_written_names,
+    recipe_fingerprint,
     row_from_dict,
 )
 from latentry.cache.index.packed_index import PackedIndex
@@ -135,7 +136,11 @@ class Workspace:
         """All usable rows of this recipe by sample name: the finished cache's, then those of interrupted runs."""
         rows: dict[str, Row] = {}
         finished = None if self._overwriting.exists() else self.finished()
-        if finished is not None and finished.fingerprint == fingerprint:
+        if (
+            finished is not None
+            and finished.recipe is not None
+            and recipe_fingerprint(finished.recipe) == fingerprint
+        ):
             rows |= self._usable(self._finished_rows(finished))
         return rows | self._usable(self._commits.rows())
 
