@@ -182,7 +182,8 @@ class _Checker:
         fields = VIDEO_FIELDS.of_captions if self._is_video else _IMAGE_CAPTION_FIELDS
         count = num_captions(data)
         for number in range(1, count):
-            for key in (caption_key(field.name, number) for field in fields if field.name in data):
+            keys = (caption_key(found.name, number) for found in fields if found.name in data)
+            for key in keys:
                 if key not in data:
                     yield f"has {count} captions, but no {key}"
 

@@ -98,7 +98,11 @@ class Recipe:
         return "image" if self.video is None else "video"
 
     def caption_finder(self, roots: Sequence[Path]) -> CaptionFinder:
-        """Finds captions as this recipe says, for the files in these folders."""
+        """Finds captions as this recipe says.
+
+        Args:
+            roots: The folders of the inputs.
+        """
         return CaptionFinder(
             roots,
             self.caption_format,
