@@ -19,6 +19,7 @@ from latentry.media.images import NO_CROP
 from latentry.media.reader import MediaReader
 from latentry.media.video_options import VideoOptions
 from latentry.media.video_reader import VideoReader
+from latentry.processors import canonical_name
 from latentry.sources.captions import CAPTION_FORMATS
 from latentry.types import ProcessorInfo
 
@@ -36,7 +37,7 @@ class Recipe:
     """
 
     processor: str = "tiny"
-    """The model family; ``latentry processors`` lists them."""
+    """The model family; ``latentry processors`` lists them. An alias is replaced by the name it stands for."""
     model_name: str | None = None
     """A folder in the diffusers layout or a hub name; None is the processor's default."""
     max_pixels: int = 256 * 256
@@ -62,6 +63,7 @@ class Recipe:
     """(width, height) of every sample, instead of buckets under ``max_pixels``."""
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "processor", canonical_name(self.processor))
         for name, value, allowed in (
             ("crop_mode", self.crop_mode, (*CROP_MODES, NO_CROP)),
             ("caption_format", self.caption_format, CAPTION_FORMATS),
