@@ -135,7 +135,8 @@ def count_frames_from_0(cache: Path) -> None:
             row["frame_index"] -= 1
             data = torch.load(row["cache_file"], weights_only=True)
             torch.save({**data, "frame_index": data["frame_index"] - 1}, row["cache_file"])
-            row["file_digest"] = content_digest(Path(row["cache_file"]))
+            path = Path(row["cache_file"])
+            row |= {"file_bytes": path.stat().st_size, "file_digest": content_digest(path)}
 
     edit_json(cache / "metadata_shard_0000.json", change)
 

@@ -47,7 +47,7 @@ def video_data(
     *,
     mode: str,
     deterministic: bool,
-    first_frame: torch.Tensor,
+    first_frame: torch.Tensor | None,
     source_frame: int | None,
 ) -> SampleData:
     """A clip's dictionary, or a single frame's: ``video_latents`` [1,C,T,h,w] and the caption's fields, then values."""
