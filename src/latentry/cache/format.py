@@ -65,7 +65,8 @@ class Row(IndexRow, kw_only=True, omit_defaults=True):
     pixels: int | None = None
     model_type: str | None = None
     frame_index: int | None = None
-    """In frames mode: the sample's number among those of its video."""
+    """In frames mode: the sample's number among those of its video, from 1. Rows that Latentry wrote before version 0.2
+    count from 0; ``number`` is right for both."""
     total_frames_extracted: int | None = None
     source_frame_index: int | None = None
     sample_name: str = ""
@@ -97,6 +98,17 @@ class Row(IndexRow, kw_only=True, omit_defaults=True):
         return Bucket(*found, self.num_frames)
 
     @property
+    def number(self) -> int:
+        """The number of this sample among those of its input, from 0."""
+        name = self.sample_name
+        if (
+            name.startswith(f"{self.source_name}#")
+            and (number := name[len(self.source_name) + 1 :]).isdecimal()
+        ):
+            return int(number)
+        return max(0, (self.frame_index or 1) - 1)
+
+    @property
     def media_path(self) -> str | None:
         """The input's path on the machine that encoded it."""
         return self.image_path if self.image_path is not None else self.video_path
@@ -114,10 +126,10 @@ class Row(IndexRow, kw_only=True, omit_defaults=True):
 
 
 _ROW_KEYS = (
-    "cache_file", "image_path", "video_path", "bucket_resolution", "crop_resolution", "original_resolution", "prompt",
-    "bucket_id", "aspect_ratio", "pixels", "model_type", "num_frames", "frame_index", "total_frames_extracted",
-    "source_frame_index", "sample_name", "repeat", "caption_source", "source_name", "source_bytes", "source_modified_ns",
-    "source_digest", "damage", "file_bytes", "file_digest", "packed",
+    "cache_file", "image_path", "video_path", "bucket_resolution", "crop_resolution", "original_resolution",
+    "num_frames", "prompt", "bucket_id", "aspect_ratio", "pixels", "model_type", "frame_index",
+    "total_frames_extracted", "source_frame_index", "sample_name", "repeat", "caption_source", "source_name",
+    "source_bytes", "source_modified_ns", "source_digest", "damage", "file_bytes", "file_digest", "packed",
 )  # fmt: skip
 
 
@@ -163,19 +175,23 @@ class CacheMetadata(msgspec.Struct, kw_only=True, omit_defaults=True):
     processor: str | None = None
     model_name: str | None = None
     model_type: str | None = None
-    caption_field: str | UnsetType | None = UNSET
-    max_pixels: int | None = None
-    caption_format: str | None = None
-    mode: str | None = None
-    recipe: Json | None = None
-    """The resolved recipe that made the cache; None for caches of other tools."""
-    fingerprint: str | None = None
-    """Identifies the recipe."""
     total_items: int | None = None
     num_shards: int | None = None
     shard_size: int | None = None
     shards: list[str]
     """The metadata shards, in order."""
+    caption_format: str | None = None
+    """Videos only."""
+    caption_field: str | UnsetType | None = UNSET
+    max_pixels: int | None = None
+    mode: str | None = None
+    """Videos only."""
+    target_frames: int | UnsetType | None = UNSET
+    """Videos only; null if the number of frames was not given."""
+    recipe: Json | None = None
+    """The resolved recipe that made the cache; None for caches of other tools."""
+    fingerprint: str | None = None
+    """Identifies the recipe."""
     format_version: int | None = None
     packed: PackedHeader | None = None
     """Set where samples are stored in shards."""
@@ -277,7 +293,7 @@ def _from_dict(data: Json, kind: type[RecordT], keys: tuple[str, ...]) -> Record
 
 _ESSENTIAL = frozenset(IndexRow.__struct_fields__) | {"shards", "total_items", "format_version", "packed"}
 """Keys that finding and reading samples depends on; a wrong type is an error."""
-_NULLABLE = frozenset({"bucket_id", "caption_field"})
+_NULLABLE = frozenset({"bucket_id", "caption_field", "target_frames"})
 """Keys that Latentry itself writes as null."""
 
 

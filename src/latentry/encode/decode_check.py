@@ -54,6 +54,6 @@ def _planned(row: Row) -> PlannedSample:
         height=height,
         bucket_id=row.bucket_id if isinstance(row.bucket_id, int) else None,
         bucket=row.bucket,
-        number=row.frame_index or 0,
+        number=row.number,
         num_samples=row.total_frames_extracted or 1,
     )

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
+from msgspec import UNSET
 
 from latentry.cache.format import CacheMetadata, Row
 from latentry.cache.read.shard_files import OpenShards
@@ -238,10 +239,11 @@ def _metadata(
         processor=recipe.processor,
         model_name=model_name,
         model_type=info.model_type,
-        caption_field=recipe.caption_field,
-        max_pixels=resolved.max_pixels,
         caption_format=recipe.caption_format if recipe.video else None,
+        caption_field=recipe.caption_field or ("caption" if recipe.video else "internvl"),
+        max_pixels=resolved.max_pixels,
         mode=recipe.video.mode if recipe.video else None,
+        target_frames=recipe.video.target_frames if recipe.video else UNSET,
         recipe=resolved.recorded(),
         fingerprint=resolved.fingerprint,
         shards=[],
@@ -284,6 +286,8 @@ def _rows_to_keep(plan: Plan, encoded: Mapping[str, Row], source: SourceFolders,
                 cache_file=row.cache_file if row.packed else str(output / row.files[0]),
                 image_path=None if row.image_path is None else path,
                 video_path=None if row.video_path is None else path,
+                # Rows of version 0.1 count from 0.
+                frame_index=None if row.frame_index is None else row.number + 1,
             )
         )
     return rows

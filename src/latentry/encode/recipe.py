@@ -22,6 +22,7 @@ from latentry.media.images import NO_CROP
 from latentry.media.reader import MediaReader
 from latentry.media.video_options import VideoOptions
 from latentry.media.video_reader import VideoReader
+from latentry.processors import canonical_name
 from latentry.sources.captions import CAPTION_FORMATS
 from latentry.types import ProcessorInfo
 
@@ -39,7 +40,7 @@ class Recipe:
     """
 
     processor: str = "tiny"
-    """The model family; ``latentry processors`` lists them."""
+    """The model family; ``latentry processors`` lists them. An alias is replaced by the name it stands for."""
     model_name: str | None = None
     """A folder in the diffusers layout or a hub name; None is the processor's default."""
     max_pixels: int = 256 * 256
@@ -79,6 +80,7 @@ class Recipe:
     """Leave out inputs of which cropping would lose a larger share, from 0 to 1."""
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "processor", canonical_name(self.processor))
         for name, value, allowed in (
             ("crop_mode", self.crop_mode, (*CROP_MODES, NO_CROP)),
             ("caption_format", self.caption_format, CAPTION_FORMATS),
