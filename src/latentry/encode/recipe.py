@@ -14,6 +14,7 @@ from typing import Any
 from latentry.cache.format import OUTPUT_FORMATS, recipe_fingerprint
 from latentry.crops import CROP_MODES
 from latentry.errors import ConfigError
+from latentry.media.hdr import HDR_MODES
 from latentry.media.image_reader import ImageReader
 from latentry.media.images import NO_CROP
 from latentry.media.reader import MediaReader
@@ -60,6 +61,8 @@ class Recipe:
     """Which frames of a video are used; None is for images."""
     size: tuple[int, int] | None = None
     """(width, height) of every sample, instead of buckets under ``max_pixels``."""
+    hdr: str = "tonemap"
+    """What becomes of HDR inputs (PQ, HLG): ``tonemap`` converts them to sRGB, ``skip`` reports them as failures."""
 
     def __post_init__(self) -> None:
         for name, value, allowed in (
@@ -67,6 +70,7 @@ class Recipe:
             ("caption_format", self.caption_format, CAPTION_FORMATS),
             ("dtype", self.dtype, DTYPES),
             ("output_format", self.output_format, OUTPUT_FORMATS),
+            ("hdr", self.hdr, HDR_MODES),
         ):
             if value not in allowed:
                 raise ConfigError(f"unknown {name} {value!r}; choose one of {', '.join(allowed)}")
@@ -105,6 +109,7 @@ class ResolvedRecipe:
     frame_step: int
     video: VideoOptions | None
     size: tuple[int, int] | None
+    hdr: str = "tonemap"
 
     @classmethod
     def from_recorded(cls, recorded: Mapping[str, Any]) -> ResolvedRecipe:
@@ -182,6 +187,7 @@ def resolve_recipe(recipe: Recipe, info: ProcessorInfo, weights: str, *, on_gpu:
         frame_step=info.temporal_factor,
         video=recipe.video,
         size=recipe.size,
+        hdr=recipe.hdr,
     )
 
 

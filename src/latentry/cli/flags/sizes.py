@@ -1,4 +1,4 @@
-"""The sizes of samples, and how inputs are cut to them."""
+"""The sizes of samples, how inputs are cut to them, and what becomes of HDR."""
 
 from __future__ import annotations
 
@@ -32,6 +32,13 @@ def add_size_flags(parser: argparse.ArgumentParser, *, preset: str) -> Any:
         type=int,
         help="limit samples to N pixels (default: by --resolution_preset)",
     )
+    add_flag(
+        group,
+        "--hdr",
+        choices=("tonemap", "skip"),
+        default="tonemap",
+        help="convert HDR inputs to sRGB (tonemap) or report them as failures (skip) (default: tonemap)",
+    )
     parser.set_defaults(default_preset=preset)
     return group
 
@@ -52,4 +59,5 @@ def size_fields(options: argparse.Namespace) -> dict[str, Any]:
     from latentry.buckets import MultiTierBucketCalculator
 
     preset = MultiTierBucketCalculator.RESOLUTION_PRESETS[options.resolution_preset or options.default_preset]
-    return {"max_pixels": preset if options.max_pixels is None else options.max_pixels}
+    max_pixels = preset if options.max_pixels is None else options.max_pixels
+    return {"max_pixels": max_pixels, "hdr": options.hdr}
