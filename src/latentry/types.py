@@ -135,6 +135,8 @@ class Task:
     samples: tuple[PlannedSample, ...]
     retry: bool = False
     """Whether these samples failed in an earlier run. Failing again does not count towards stopping the run."""
+    num_finished: int = 0
+    """How many of the first samples the checkpoint of an interrupted run has."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,7 +22,7 @@ LAYERS = [
     "serve.dataset", "serve.accelerate_hooks", "serve.loader", "serve.dataloader_build", "serve.shape_buckets",
     "serve.meta_files", "serve.mock", "serve.config", "serve.yaml_config",
     "sources", "media", "processors.fused", "processors", "encode.recipe", "encode.plan", "encode.device",
-    "encode.caption_batches", "encode.read_ahead", "encode.batch_encoder", "encode.pipeline", "engines", "report",
+    "encode.caption_batches", "encode.running_task", "encode.read_ahead", "encode.batch_encoder", "encode.pipeline", "engines", "report",
     "encode.decode_check", "encode.verify", "encode.prepare", "testing", "demo", "cli",
     "__main__", "_old_names",
 ]  # fmt: skip
