@@ -71,6 +71,8 @@ class Row(IndexRow, kw_only=True, omit_defaults=True):
     source_frame_index: int | None = None
     sample_name: str = ""
     """Identifies the sample within its source."""
+    repeat: int = 0
+    """0, and 1, 2 and so on in further rows of the same sample: an epoch has a sample once per row."""
     caption_source: str = ""
     source_name: str = ""
     """The input file, relative to the source."""
@@ -126,8 +128,8 @@ class Row(IndexRow, kw_only=True, omit_defaults=True):
 _ROW_KEYS = (
     "cache_file", "image_path", "video_path", "bucket_resolution", "crop_resolution", "original_resolution",
     "num_frames", "prompt", "bucket_id", "aspect_ratio", "pixels", "model_type", "frame_index",
-    "total_frames_extracted", "source_frame_index", "sample_name", "caption_source", "source_name", "source_bytes", "source_modified_ns",
-    "source_digest", "damage", "file_bytes", "file_digest", "packed",
+    "total_frames_extracted", "source_frame_index", "sample_name", "repeat", "caption_source", "source_name",
+    "source_bytes", "source_modified_ns", "source_digest", "damage", "file_bytes", "file_digest", "packed",
 )  # fmt: skip
 
 
