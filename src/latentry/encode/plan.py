@@ -57,6 +57,10 @@ class Plan:
     """The names of all inputs."""
     vanished: tuple[str, ...]
     """Samples of the cache whose input no longer exists."""
+    left_out: tuple[Failure, ...] = ()
+    """Inputs that the user's own rules leave out, such as a size limit. They are not failures."""
+    notes: Counter[str] = field(default_factory=Counter)
+    """What the headers say about how inputs are read, with the number of inputs for each text."""
     captions: Counter[str] = field(default_factory=Counter)
     caption_problems: Mapping[str, str] = field(default_factory=dict)
 
@@ -115,7 +119,7 @@ def make_plan(
             done |= rows
         else:
             changed.append((file, caption))
-    samples, skipped = _probe(changed, source, reader, choose_buckets, on_progress)
+    samples, skipped, notes = _probe(changed, source, reader, choose_buckets, on_progress)
     # Of a file that gives several samples, some may be done.
     to_encode = []
     for sample in samples:
@@ -135,6 +139,7 @@ def make_plan(
             for name, row in known.items()
             if row.source_name not in names and not source.path(row.source_name).exists()
         ),
+        notes=notes,
         captions=finder.counts,
         caption_problems=finder.problems,
     )
@@ -195,7 +200,7 @@ def _probe(
     reader: MediaReader,
     choose_buckets: BucketChooser,
     on_progress: Callable[[int], None],
-) -> tuple[list[PlannedSample], list[Failure]]:
+) -> tuple[list[PlannedSample], list[Failure], Counter[str]]:
     """Read the files' headers in threads, and choose buckets for all of them at once."""
 
     def probe_one(file: SourceFile) -> ProbeResult | str:
@@ -238,7 +243,7 @@ def _probe(
         for (file, caption, probed), (bucket_id, resolution) in zip(readable, buckets, strict=True)
         for number in range(probed.num_samples)
     ]
-    return samples, skipped
+    return samples, skipped, Counter(note for *_, probed in readable for note in probed.notes)
 
 
 # ---- tasks ----------------------------------------------------------------------------------

@@ -316,6 +316,8 @@ def _result(
         num_already_done=len(plan.done),
         num_removed=len(plan.vanished),
         failures=tuple(sorted(failures, key=lambda failure: failure.name)),
+        left_out=plan.left_out,
+        notes=dict(plan.notes),
         buckets=buckets,
         captions=dict(plan.captions),
         caption_problems=plan.caption_problems,

@@ -26,6 +26,9 @@ class ProbeResult:
     num_frames: int | None = None
     """Frames per sample; None for images."""
     num_samples: int = 1
+    notes: tuple[str, ...] = ()
+    """What the user should know about how the file is read, such as ``HDR (PQ), tone-mapped to sRGB``. Texts are
+    counted over all inputs, so they name no file."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,6 +45,14 @@ class PrepareResult:
     """Wall-clock time of the whole run, planning included."""
     size_bytes: int
     """The size of the cache on disk; 0 with ``dry_run``."""
+    left_out: tuple[Failure, ...] = ()
+    """Inputs that the user's own rules left out, such as a size limit, with the rule for each. They are not
+    failures."""
+    ignored: Mapping[str, int] = field(default_factory=dict)
+    """Files of the input folders that were not taken, by ending, such as ``.heic``; ``(none)`` for files without an
+    ending, and ``(hidden)`` for hidden files and folders."""
+    notes: Mapping[str, int] = field(default_factory=dict)
+    """What the user should know about how inputs were read, with the number of inputs for each text."""
     psnr_db: Mapping[str, tuple[Bucket, float]] = field(default_factory=dict)
     """With ``verify``: sample name to its bucket and PSNR in decibels, for what this run encoded."""
 
@@ -68,6 +76,9 @@ class PrepareResult:
             "removed": self.num_removed,
             "failed": len(self.failures),
             "failures": [{"name": failure.name, "reason": failure.reason} for failure in self.failures],
+            "left_out": [{"name": failure.name, "reason": failure.reason} for failure in self.left_out],
+            "ignored": dict(self.ignored),
+            "notes": dict(self.notes),
             "buckets": {bucket.name: count for bucket, count in self.buckets.items()},
             "captions": dict(self.captions),
             "caption_problems": dict(self.caption_problems),

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import io
 from collections import Counter
+from collections.abc import Sequence
 
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from latentry.report.summary import PrepareResult
-from latentry.types import Bucket
+from latentry.types import Bucket, Failure
 
 _NUM_WORST_SHOWN = 5
 _NUM_FAILURES_SHOWN = 10
@@ -20,6 +21,10 @@ _TEXT_WIDTH = 100
 def render(result: PrepareResult) -> RenderableType:
     """The buckets, the totals, where captions were found, and the failures of a run."""
     parts: list[RenderableType] = [_bucket_table(result), Text(_totals(result))]
+    parts += [Text(f"{_inputs(count)}: {note}") for note, count in result.notes.items()]
+    if result.ignored:
+        counts = ", ".join(f"{count} {ending}" for ending, count in result.ignored.items())
+        parts.append(Text(f"not taken, by ending: {counts}"))
     if result.captions:
         counts = ", ".join(f"{count} from {source}" for source, count in result.captions.items())
         parts.append(Text(f"captions: {counts}"))
@@ -31,8 +36,11 @@ def render(result: PrepareResult) -> RenderableType:
         worst = sorted(result.psnr_db.items(), key=lambda item: item[1][1])[:_NUM_WORST_SHOWN]
         shown_db = ", ".join(f"{name} {value:.1f} dB" for name, (_, value) in worst)
         parts.append(Text(f"lowest PSNR: {shown_db}"))
+    if result.left_out:
+        parts.append(_reason_table(result.left_out, "left out by your rules"))
     if result.failures:
-        parts.append(_failure_table(result))
+        title = "failures" if result.dry_run else "failures (failures.jsonl lists all of them)"
+        parts.append(_reason_table(result.failures, title))
     return Group(*parts)
 
 
@@ -68,6 +76,8 @@ def _totals(result: PrepareResult) -> str:
         f"{result.num_already_done} already done",
         f"{len(result.failures)} failed",
     ]
+    if result.left_out:
+        parts.append(f"{len(result.left_out)} left out")
     if result.num_removed:
         parts.append(f"{result.num_removed} removed (source file deleted)")
     text = ", ".join(parts)
@@ -78,10 +88,13 @@ def _totals(result: PrepareResult) -> str:
     return text
 
 
-def _failure_table(result: PrepareResult) -> Table:
-    reasons = Counter(failure.reason for failure in result.failures)
-    examples = {failure.reason: failure.name for failure in reversed(result.failures)}
-    title = "failures" if result.dry_run else "failures (failures.jsonl lists all of them)"
+def _inputs(count: int) -> str:
+    return "1 input" if count == 1 else f"{count} inputs"
+
+
+def _reason_table(failures: Sequence[Failure], title: str) -> Table:
+    reasons = Counter(failure.reason for failure in failures)
+    examples = {failure.reason: failure.name for failure in reversed(failures)}
     table = Table(title=title, title_justify="left")
     table.add_column("count", justify="right")
     table.add_column("reason")
