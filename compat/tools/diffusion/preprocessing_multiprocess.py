@@ -5,4 +5,4 @@ import sys
 from latentry.cli import main
 
 if __name__ == "__main__":
-    sys.exit(main(prog="preprocessing_multiprocess"))
+    sys.exit(main(prog="preprocessing_multiprocess", whole_clips=True))

@@ -18,7 +18,7 @@ from msgspec import UNSET, UnsetType
 from latentry.cache.packed_format import PACKED_VERSION, PackedEntry, PackedHeader
 from latentry.errors import CacheNotFoundError, MetadataError
 from latentry.storage import path_inside
-from latentry.types import Bucket
+from latentry.types import Bucket, Window
 
 FORMAT_VERSION = 1
 METADATA_NAME = "metadata.json"
@@ -68,6 +68,13 @@ class Row(IndexRow, kw_only=True, omit_defaults=True):
     """In frames mode: the sample's number among those of its video."""
     total_frames_extracted: int | None = None
     source_frame_index: int | None = None
+    window_index: int | None = None
+    """For a part of a video: its number among those of the video, from 0."""
+    num_windows: int | None = None
+    window_start_s: float | None = None
+    """Where the part begins, in seconds after the first frame."""
+    window_frames: tuple[int, int] | None = None
+    """The first and the last frame of the part, by their numbers in the file."""
     sample_name: str = ""
     """Identifies the sample within its source."""
     caption_source: str = ""
@@ -95,6 +102,23 @@ class Row(IndexRow, kw_only=True, omit_defaults=True):
         return Bucket(*found, self.num_frames)
 
     @property
+    def sample_number(self) -> int:
+        """The sample's number among those of its input, from 0."""
+        return self.window_index or self.frame_index or 0
+
+    @property
+    def num_samples(self) -> int:
+        """How many samples the input gives."""
+        return self.num_windows or self.total_frames_extracted or 1
+
+    @property
+    def window(self) -> Window | None:
+        """The part of the video that the sample shows; None if it begins with the video."""
+        if self.window_frames is None:
+            return None
+        return Window(self.window_start_s, *self.window_frames, self.num_frames or 1)
+
+    @property
     def media_path(self) -> str | None:
         """The input's path on the machine that encoded it."""
         return self.image_path if self.image_path is not None else self.video_path
@@ -114,7 +138,7 @@ class Row(IndexRow, kw_only=True, omit_defaults=True):
 _ROW_KEYS = (
     "cache_file", "image_path", "video_path", "bucket_resolution", "crop_resolution", "original_resolution", "prompt",
     "bucket_id", "aspect_ratio", "pixels", "model_type", "num_frames", "frame_index", "total_frames_extracted",
-    "source_frame_index", "sample_name", "caption_source", "source_name", "source_bytes", "source_modified_ns",
+    "source_frame_index", "window_index", "num_windows", "window_start_s", "window_frames", "sample_name", "caption_source", "source_name", "source_bytes", "source_modified_ns",
     "source_digest", "damage", "file_bytes", "file_digest", "packed",
 )  # fmt: skip
 

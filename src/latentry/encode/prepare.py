@@ -272,7 +272,7 @@ def _rows_to_keep(
                 video_path=None if row.video_path is None else path,
             )
         )
-    return sorted(rows, key=lambda row: (row.source_name, row.frame_index or 0))
+    return sorted(rows, key=lambda row: (row.source_name, row.sample_number))
 
 
 class _Watcher:
