@@ -128,6 +128,18 @@ class Failure:
 
 
 @dataclass(frozen=True, slots=True)
+class SizeChange:
+    """How an input is changed to fit its bucket, or the mean over the samples of a bucket."""
+
+    upscale: float
+    """The factor by which it is scaled up; 1 if it is not."""
+    crop: float
+    """The share of its area that cropping loses, from 0 to 1."""
+    stretch: float
+    """The factor by which its aspect ratio is changed; 1 if it is cropped instead."""
+
+
+@dataclass(frozen=True, slots=True)
 class Task:
     """The unit of work: samples of one bucket that are encoded and committed together."""
 
@@ -157,12 +169,19 @@ class ProcessorInfo:
     temporal_factor: int = 1
     """Frames per latent frame, after the first."""
     quantum: int = 64
-    """Bucket sides are multiples of this many pixels."""
+    """Bucket sides are multiples of this many pixels, unless the user asks for a finer or coarser step."""
+    patch: int = 2
+    """Latent positions per token of the transformer, along each side."""
     latent_channels: int = 16
     model_version: str = ""
     """The release of the model, recorded in the cache files of videos."""
     version: int = 1
     """Raised when the same inputs give different numbers, so that caches are encoded again."""
+
+    @property
+    def min_quantum(self) -> int:
+        """Pixels per token of the transformer, along each side. Every bucket step is a multiple of it."""
+        return self.spatial_factor * self.patch
 
     @property
     def frame_rule(self) -> str:

@@ -93,9 +93,16 @@ def check_cache(
     checker = _Checker(cache_dir, index, frame_step)
     problems: list[Problem] = []
     psnr: dict[str, float] = {}
+    checked: set[str] = set()
+    num_repeats = 0
     for number, written in enumerate(open_rows(cache_dir, index)):
         name = checker.name(number)
         row = row_from_dict(written)
+        if row.repeat and name in checked:
+            num_repeats += 1
+            on_progress(number + 1, len(index))
+            continue
+        checked.add(name)
         found = list(checker.problems(number, row, written))
         if compare is not None and not found:
             try:
@@ -106,7 +113,12 @@ def check_cache(
         on_progress(number + 1, len(index))
     problems += checker.unusual_tensors()
     problems += checker.unlisted_files()
-    return VerifyResult(cache_dir=cache_dir, num_samples=len(index), problems=tuple(problems), psnr_db=psnr)
+    return VerifyResult(
+        cache_dir=cache_dir,
+        num_samples=len(index) - num_repeats,
+        problems=tuple(problems),
+        psnr_db=psnr,
+    )
 
 
 class _Checker:

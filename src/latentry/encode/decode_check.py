@@ -56,7 +56,7 @@ def _planned(row: Row) -> PlannedSample:
         height=height,
         bucket_id=row.bucket_id if isinstance(row.bucket_id, int) else None,
         bucket=row.bucket,
-        number=row.sample_number,
+        number=row.number,
         num_samples=row.num_samples,
         window=row.window,
     )

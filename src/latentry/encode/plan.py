@@ -23,9 +23,11 @@ from latentry.buckets import MultiTierBucketCalculator
 from latentry.cache.format import PACKED, TASK_SIZE, Row
 from latentry.cache.write.shards import TARGET_SHARD_BYTES
 from latentry.encode.recipe import ResolvedRecipe
+from latentry.encode.repeats import Repeats
+from latentry.encode.sizes import SizeRules, SizeSummary
 from latentry.errors import MediaError
 from latentry.media.reader import MediaReader, ProbeResult
-from latentry.sources.captions import CaptionFinder
+from latentry.sources.caption_folders import CaptionFolders
 from latentry.sources.folder import SourceFolders
 from latentry.storage import content_digest
 from latentry.types import (
@@ -34,6 +36,7 @@ from latentry.types import (
     Failure,
     PlannedSample,
     ProcessorInfo,
+    SizeChange,
     SourceFile,
     Task,
 )
@@ -53,14 +56,18 @@ class Plan:
     """Sample name to row, for samples that the cache holds unchanged."""
     skipped: tuple[Failure, ...]
     """Inputs whose headers already show that they cannot be encoded."""
-    files: frozenset[str]
-    """The names of all inputs."""
     vanished: tuple[str, ...]
     """Samples of the cache whose input no longer exists."""
+    kept: Mapping[str, Row] = field(default_factory=dict)
+    """Samples of the cache whose input exists but is not part of this run, by name. They stay in the cache."""
     left_out: tuple[Failure, ...] = ()
     """Inputs that the user's own rules leave out, such as a size limit. They are not failures."""
     notes: Counter[str] = field(default_factory=Counter)
     """What the headers say about how inputs are read, with the number of inputs for each text."""
+    size_changes: Mapping[Bucket, SizeChange] = field(default_factory=dict)
+    """The mean change of the samples of each bucket, where their original size is known."""
+    warnings: tuple[str, ...] = ()
+    """What the user should look at before training."""
     captions: Counter[str] = field(default_factory=Counter)
     caption_problems: Mapping[str, str] = field(default_factory=dict)
 
@@ -68,19 +75,23 @@ class Plan:
     def num_to_encode(self) -> int:
         return sum(len(task.samples) for task in self.tasks)
 
-    def buckets(self) -> dict[Bucket, int]:
-        """Samples per bucket after the run, smallest bucket first."""
-        planned = Counter({task.bucket: 0 for task in self.tasks})
+    def buckets(self, repeats: Repeats | None = None) -> dict[Bucket, int]:
+        """Samples per bucket after the run, smallest bucket first; with ``repeats``, as often as an epoch has them."""
+        counts: Counter[Bucket] = Counter()
         for task in self.tasks:
-            planned[task.bucket] += len(task.samples)
-        return count_buckets(self.done.values(), planned)
+            for sample in task.samples:
+                counts[task.bucket] += repeats.number(sample.file.name) if repeats else 1
+        for row in (*self.done.values(), *self.kept.values()):
+            counts[row.bucket] += repeats.number(row.source_name, row.repeat + 1) if repeats else 1
+        return _sorted_buckets(counts)
 
 
-def count_buckets(rows: Iterable[Row], more: Mapping[Bucket, int] | None = None) -> dict[Bucket, int]:
-    """Rows per bucket, smallest bucket first; ``more`` is added."""
-    counts: Counter[Bucket] = Counter(more or {})
-    for row in rows:
-        counts[row.bucket] += 1
+def count_buckets(rows: Iterable[Row]) -> dict[Bucket, int]:
+    """Rows per bucket, smallest bucket first."""
+    return _sorted_buckets(Counter(row.bucket for row in rows))
+
+
+def _sorted_buckets(counts: Mapping[Bucket, int]) -> dict[Bucket, int]:
     return dict(sorted(counts.items(), key=lambda item: _bucket_rank(item[0])))
 
 
@@ -89,9 +100,10 @@ def make_plan(
     source: SourceFolders,
     reader: MediaReader,
     choose_buckets: BucketChooser,
-    finder: CaptionFinder,
+    finder: CaptionFolders,
     *,
     known: Mapping[str, Row],
+    sizes: SizeRules = SizeRules(),  # noqa: B008 - frozen
     task_size: Callable[[Bucket], int] = lambda _: TASK_SIZE,
     unreadable: Sequence[Failure] = (),
     failed_before: Iterable[str] = (),
@@ -99,12 +111,16 @@ def make_plan(
     on_progress: Callable[[int], None] = lambda _: None,
 ) -> Plan:
     """Decide what happens to every file. ``known`` are the cache's rows by sample name."""
+    names = {file.name for file in files}
+    elsewhere = {name: row for name, row in known.items() if row.source_name not in names}
+    kept = {name: row for name, row in elsewhere.items() if source.path(row.source_name).exists()}
     if not keep_damaged:
         known = {name: row for name, row in known.items() if not row.damage}
     known_of_file: dict[str, list[str]] = defaultdict(list)
     for name, row in known.items():
         known_of_file[row.source_name].append(name)
     done: dict[str, Row] = {}
+    left_out: list[Failure] = []
     changed: list[tuple[SourceFile, Caption]] = []
     unnameable = []
     for file in files:
@@ -116,7 +132,10 @@ def make_plan(
         caption = finder.find(file.name)
         rows = {name: known[name] for name in known_of_file[file.name]}
         if rows and all(_is_unchanged(row, len(rows), caption, file, source) for row in rows.values()):
-            done |= rows
+            if broken := _rule_broken_by(rows.values(), sizes):
+                left_out.append(Failure(file.name, broken))
+            else:
+                done |= rows
         else:
             changed.append((file, caption))
     samples, skipped, notes = _probe(changed, source, reader, choose_buckets, on_progress)
@@ -124,21 +143,28 @@ def make_plan(
     to_encode = []
     for sample in samples:
         held = known.get(sample.name)
-        if held is not None and _is_unchanged(held, None, sample.caption, sample.file, source):
+        if broken := sizes.broken_by((sample.width, sample.height), sample.bucket):
+            if sample.number == 0:
+                left_out.append(Failure(sample.file.name, broken))
+        elif held is not None and _is_unchanged(held, None, sample.caption, sample.file, source):
             done[sample.name] = held
         else:
             to_encode.append(sample)
-    names = {file.name for file in files}
+    summary = SizeSummary(sizes)
+    for sample in to_encode:
+        summary.add(sample.file.name, (sample.width, sample.height), sample.bucket)
+    for row in done.values():
+        if row.original_resolution is not None:
+            summary.add(row.source_name, row.original_resolution, row.bucket)
     return Plan(
         tasks=tuple(_cut(to_encode, frozenset(failed_before), task_size)),
         done=done,
         skipped=(*unreadable, *unnameable, *skipped),
-        files=frozenset(names),
-        vanished=tuple(
-            name
-            for name, row in known.items()
-            if row.source_name not in names and not source.path(row.source_name).exists()
-        ),
+        vanished=tuple(name for name in elsewhere if name not in kept),
+        kept=kept,
+        left_out=tuple(sorted(left_out, key=lambda failure: failure.name)),
+        size_changes=summary.means(),
+        warnings=summary.warnings(),
         notes=notes,
         captions=finder.counts,
         caption_problems=finder.problems,
@@ -173,6 +199,16 @@ def _is_unchanged(
         return False
 
 
+def _rule_broken_by(rows: Iterable[Row], sizes: SizeRules) -> str | None:
+    """Why an input that the cache holds is left out of this run; None if it is not."""
+    for row in rows:
+        if row.original_resolution is not None and (
+            broken := sizes.broken_by(row.original_resolution, row.bucket)
+        ):
+            return broken
+    return None
+
+
 # ---- headers and buckets --------------------------------------------------------------------
 
 BucketChooser = Callable[[Sequence[tuple[int, int]]], Sequence[tuple[int | None, tuple[int, int]]]]
@@ -184,7 +220,9 @@ def bucket_chooser(recipe: ResolvedRecipe) -> BucketChooser:
     if recipe.size is not None:
         fixed: tuple[int | None, tuple[int, int]] = (None, recipe.size)
         return lambda sizes: [fixed] * len(sizes)
-    calculator = MultiTierBucketCalculator(recipe.quantization, recipe.max_pixels)
+    calculator = MultiTierBucketCalculator(
+        recipe.quantization, recipe.max_pixels, aspect_ratios=recipe.aspect_ratios
+    )
 
     def choose(sizes: Sequence[tuple[int, int]]) -> list[tuple[int | None, tuple[int, int]]]:
         table = np.array(sizes, dtype=np.int64).reshape(-1, 2)

@@ -30,6 +30,7 @@ class TinyProcessor:
         model_type="tiny",
         default_model_name="embedded",
         spatial_factor=DOWNSCALE,
+        patch=1,
         version=2,
     )
 

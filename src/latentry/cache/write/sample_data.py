@@ -47,7 +47,7 @@ def video_data(
     *,
     mode: str,
     deterministic: bool,
-    first_frame: torch.Tensor,
+    first_frame: torch.Tensor | None,
     source_frame: int | None,
 ) -> SampleData:
     """A clip's dictionary, or a single frame's: ``video_latents`` [1,C,T,h,w] and the caption's fields, then values."""
@@ -56,26 +56,27 @@ def video_data(
     if text is None:  # a processor that also encodes images uses their field names
         text = fields.pop("prompt_embeds")
         fields.pop("pooled_prompt_embeds", None)
-    data: SampleData = {"video_latents": latent[None], "text_embeddings": text, **fields}
-    if mode == "video":
-        data["first_frame"] = first_frame
-    data |= {
+    data: SampleData = {
+        "video_latents": latent[None],
+        "text_embeddings": text,
+        **fields,
+        "first_frame": first_frame if mode == "video" else None,
         "original_resolution": (sample.width, sample.height),
         "bucket_resolution": sample.bucket.resolution,
-        "crop_offset": offset,
         "bucket_id": sample.bucket_id,
         "aspect_ratio": sample.bucket.width / sample.bucket.height,
         "num_frames": sample.bucket.num_frames,
         "prompt": sample.caption.text,
         "video_path": str(path),
         "deterministic_latents": deterministic,
-        "processing_mode": mode,
         "model_version": info.model_version or info.name,
+        "processing_mode": mode,
         "model_type": info.model_type,
+        "crop_offset": offset,
     }
     if mode == "frames":
         data |= {
-            "frame_index": sample.number,
+            "frame_index": sample.number + 1,
             "total_frames_extracted": sample.num_samples,
             "source_frame_index": source_frame,
         }

@@ -132,12 +132,17 @@ class Workspace:
         return finished.recipe
 
     def rows(self, fingerprint: str) -> dict[str, Row]:
-        """All usable rows of this recipe by sample name: the finished cache's, then those of interrupted runs."""
+        """All usable rows of this recipe by sample name: the finished cache's, then those of interrupted runs.
+
+        If the finished cache repeats a sample, its ``repeat`` is that of the last row.
+        """
         rows: dict[str, Row] = {}
         finished = None if self._overwriting.exists() else self.finished()
         if finished is not None and finished.fingerprint == fingerprint:
             rows |= self._usable(self._finished_rows(finished))
-        return rows | self._usable(self._commits.rows())
+        for name, row in self._usable(self._commits.rows()).items():
+            rows[name] = msgspec.structs.replace(row, repeat=rows[name].repeat) if name in rows else row
+        return rows
 
     def _finished_rows(self, metadata: CacheMetadata) -> Iterator[Row]:
         if metadata.packed is not None:
