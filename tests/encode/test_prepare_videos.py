@@ -48,7 +48,10 @@ def tiny_recipe(**options) -> Recipe:
 
 def test_videos_to_batches(clips, tmp_path):
     result = prepare(
-        tiny_recipe(target_frames=25), video_dir=clips, output_dir=tmp_path / "cache", verify=True
+        tiny_recipe(target_frames=25, windows="uniform"),
+        video_dir=clips,
+        output_dir=tmp_path / "cache",
+        verify=True,
     )
     assert (result.num_encoded, result.failures) == (4, ())
     assert all(value > 20 for _, value in result.psnr_db.values())

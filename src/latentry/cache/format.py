@@ -18,7 +18,7 @@ from msgspec import UNSET, UnsetType
 from latentry.cache.packed_format import PACKED_VERSION, PackedEntry, PackedHeader
 from latentry.errors import CacheNotFoundError, MetadataError
 from latentry.storage import path_inside
-from latentry.types import Bucket
+from latentry.types import Bucket, Window
 
 FORMAT_VERSION = 1
 METADATA_NAME = "metadata.json"
@@ -69,6 +69,13 @@ class Row(IndexRow, kw_only=True, omit_defaults=True):
     count from 0; ``number`` is right for both."""
     total_frames_extracted: int | None = None
     source_frame_index: int | None = None
+    window_index: int | None = None
+    """For a part of a video: its number among those of the video, from 0."""
+    num_windows: int | None = None
+    window_start_s: float | None = None
+    """Where the part begins, in seconds after the first frame."""
+    window_frames: tuple[int, int] | None = None
+    """The first and the last frame of the part, by their numbers in the file."""
     sample_name: str = ""
     """Identifies the sample within its source."""
     repeat: int = 0
@@ -109,6 +116,18 @@ class Row(IndexRow, kw_only=True, omit_defaults=True):
         return max(0, (self.frame_index or 1) - 1)
 
     @property
+    def num_samples(self) -> int:
+        """How many samples the input gives."""
+        return self.num_windows or self.total_frames_extracted or 1
+
+    @property
+    def window(self) -> Window | None:
+        """The part of the video that the sample shows; None if it begins with the video."""
+        if self.window_frames is None:
+            return None
+        return Window(self.window_start_s, *self.window_frames, self.num_frames or 1)
+
+    @property
     def media_path(self) -> str | None:
         """The input's path on the machine that encoded it."""
         return self.image_path if self.image_path is not None else self.video_path
@@ -128,8 +147,9 @@ class Row(IndexRow, kw_only=True, omit_defaults=True):
 _ROW_KEYS = (
     "cache_file", "image_path", "video_path", "bucket_resolution", "crop_resolution", "original_resolution",
     "num_frames", "prompt", "bucket_id", "aspect_ratio", "pixels", "model_type", "frame_index",
-    "total_frames_extracted", "source_frame_index", "sample_name", "repeat", "caption_source", "source_name",
-    "source_bytes", "source_modified_ns", "source_digest", "damage", "file_bytes", "file_digest", "packed",
+    "total_frames_extracted", "source_frame_index", "window_index", "num_windows", "window_start_s", "window_frames",
+    "sample_name", "repeat", "caption_source", "source_name", "source_bytes", "source_modified_ns",
+    "source_digest", "damage", "file_bytes", "file_digest", "packed",
 )  # fmt: skip
 
 

@@ -200,7 +200,7 @@ def _is_unchanged(
     """
     if row.prompt != caption.text or row.source_bytes != file.size_bytes:
         return False
-    if num_known is not None and (row.total_frames_extracted or 1) != num_known:
+    if num_known is not None and row.num_samples != num_known:
         return False
     if row.source_modified_ns == file.modified_ns:
         return True
@@ -285,12 +285,13 @@ def _probe(
             width=probed.width,
             height=probed.height,
             bucket_id=bucket_id,
-            bucket=Bucket(*resolution, probed.num_frames),
+            bucket=Bucket(*resolution, window.num_frames if window else probed.num_frames),
             number=number,
             num_samples=probed.num_samples,
+            window=window,
         )
         for (file, caption, probed), (bucket_id, resolution) in zip(readable, buckets, strict=True)
-        for number in range(probed.num_samples)
+        for number, window in enumerate(probed.windows or [None] * probed.num_samples)
     ]
     return samples, skipped, Counter(note for *_, probed in readable for note in probed.notes)
 
