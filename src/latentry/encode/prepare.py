@@ -121,7 +121,7 @@ def prepare(
         known = workspace.rows(resolved.fingerprint)
         if verify:
             shards = OpenShards(output)
-            known = {name: row for name, row in known.items() if _is_intact(row, output, shards)}
+            known = {name: row for name, row in known.items() if _is_intact(row, workspace, shards)}
         plan = inputs.plan(workspace, known)
         watcher = _Watcher(plan, on_progress)
         job = Job(
@@ -136,7 +136,7 @@ def prepare(
         )
         run_tasks(job, plan.tasks, device_names, watcher)
         encoded = {row.sample_name: row for row in workspace.committed_rows(task.id for task in plan.tasks)}
-        rows = _rows_to_keep(plan, known, encoded, source, output)
+        rows = _rows_to_keep(plan, known, encoded, source, workspace)
         failures = sorted([*plan.skipped, *watcher.failures], key=lambda failure: failure.name)
         workspace.finish(rows, failures, shard_size, _metadata(recipe, resolved, model_name, processor.info))
     return _result(plan, output, device_names, started, count_buckets(rows), watcher=watcher)
@@ -241,10 +241,11 @@ def _check_recipe(workspace: Workspace, resolved: ResolvedRecipe) -> None:
         )
 
 
-def _is_intact(row: Row, output: Path, shards: OpenShards) -> bool:
+def _is_intact(row: Row, workspace: Workspace, shards: OpenShards) -> bool:
     """Whether the row's bytes on disk are those that were written."""
     if row.packed is None:
-        return content_digest(output / row.files[0]) == row.file_digest
+        (file,) = row.files(workspace.locator)
+        return content_digest(workspace.folder / file) == row.file_digest
     try:
         for location in row.packed.locations.values():
             shards.check(location)
@@ -254,7 +255,11 @@ def _is_intact(row: Row, output: Path, shards: OpenShards) -> bool:
 
 
 def _rows_to_keep(
-    plan: Plan, known: Mapping[str, Row], encoded: Mapping[str, Row], source: SourceFolders, output: Path
+    plan: Plan,
+    known: Mapping[str, Row],
+    encoded: Mapping[str, Row],
+    source: SourceFolders,
+    workspace: Workspace,
 ) -> list[Row]:
     """The rows of the finished cache: done, encoded, and those whose input exists but was left out of this run."""
     gone = set(plan.vanished)
@@ -264,10 +269,11 @@ def _rows_to_keep(
     rows = []
     for row in {**left_out, **plan.done, **encoded}.values():
         path = str(source.path(row.source_name))
+        file = row.files(workspace.locator)[0]
         rows.append(
             msgspec.structs.replace(
                 row,
-                cache_file=row.cache_file if row.packed else str(output / row.files[0]),
+                cache_file=row.cache_file if row.packed else str(workspace.folder / file),
                 image_path=None if row.image_path is None else path,
                 video_path=None if row.video_path is None else path,
             )
