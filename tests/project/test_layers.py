@@ -16,7 +16,7 @@ SOURCE = Path(latentry.__file__).parent
 
 LAYERS = [
     "errors", "extras", "types", "seeds", "hardware", "storage", "crops", "buckets",
-    "cache.packed_format", "cache.format", "cache.torch_zip", "cache.index", "cache.read", "cache.latent_checks",
+    "cache.packed_format", "cache.locator", "cache.format", "cache.torch_zip", "cache.index", "cache.read", "cache.latent_checks",
     "cache.write", "cache.convert", "cache.verify",
     "serve.order", "serve.epoch_order", "serve.sampler_state", "serve.progress", "serve.sampler", "serve.collate",
     "serve.dataset", "serve.accelerate_hooks", "serve.loader", "serve.dataloader_build", "serve.shape_buckets",

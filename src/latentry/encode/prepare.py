@@ -140,9 +140,9 @@ def prepare(
         checkpoints = workspace.checkpoints()
         if verify:
             shards = OpenShards(output)
-            known = {name: row for name, row in known.items() if _is_intact(row, output, shards)}
+            known = {name: row for name, row in known.items() if _is_intact(row, workspace, shards)}
             checkpoints = [
-                replace(c, rows=tuple(row for row in c.rows if _is_intact(row, output, shards)))
+                replace(c, rows=tuple(row for row in c.rows if _is_intact(row, workspace, shards)))
                 for c in checkpoints
             ]
         plan = inputs.plan(workspace, known, checkpoints)
@@ -165,7 +165,7 @@ def prepare(
             workspace.record_failures([*plan.skipped, *watcher.failures])
             raise
         encoded = {row.sample_name: row for row in workspace.committed_rows(task.id for task in plan.tasks)}
-        rows = repeated.expand(_rows_to_keep(plan, encoded, source, output))
+        rows = repeated.expand(_rows_to_keep(plan, encoded, source, workspace))
         failures = sorted([*plan.skipped, *watcher.failures], key=lambda failure: failure.name)
         workspace.finish(rows, failures, shard_size, _metadata(recipe, resolved, model_name, processor.info))
     buckets = count_buckets(row for row in rows if row.repeat == 0)
@@ -282,10 +282,11 @@ def _check_recipe(workspace: Workspace, resolved: ResolvedRecipe) -> None:
         )
 
 
-def _is_intact(row: Row, output: Path, shards: OpenShards) -> bool:
+def _is_intact(row: Row, workspace: Workspace, shards: OpenShards) -> bool:
     """Whether the row's bytes on disk are those that were written."""
     if row.packed is None:
-        return content_digest(output / row.files[0]) == row.file_digest
+        (file,) = row.files(workspace.locator)
+        return content_digest(workspace.folder / file) == row.file_digest
     try:
         for location in row.packed.locations.values():
             shards.check(location)
@@ -294,15 +295,18 @@ def _is_intact(row: Row, output: Path, shards: OpenShards) -> bool:
     return True
 
 
-def _rows_to_keep(plan: Plan, encoded: Mapping[str, Row], source: SourceFolders, output: Path) -> list[Row]:
+def _rows_to_keep(
+    plan: Plan, encoded: Mapping[str, Row], source: SourceFolders, workspace: Workspace
+) -> list[Row]:
     """The rows of the finished cache: done, encoded, and those whose input exists but is not part of this run."""
     rows = []
     for row in {**plan.kept, **plan.done, **encoded}.values():
         path = str(source.path(row.source_name))
+        file = row.files(workspace.locator)[0]
         rows.append(
             msgspec.structs.replace(
                 row,
-                cache_file=row.cache_file if row.packed else str(output / row.files[0]),
+                cache_file=row.cache_file if row.packed else str(workspace.folder / file),
                 image_path=None if row.image_path is None else path,
                 video_path=None if row.video_path is None else path,
                 # Rows of version 0.1 count from 0.
