@@ -14,6 +14,7 @@ from latentry.errors import MissingPackageError
 
 EXTRAS: dict[str, tuple[str, ...]] = {
     "encode": ("av", "PIL", "simplejpeg", "rich"),
+    "formats": ("pillow_heif", "pillow_jxl"),
     "models": ("diffusers", "transformers", "accelerate", "sentencepiece", "ftfy"),
 }
 """Extra to the import names of its packages."""
