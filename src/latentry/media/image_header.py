@@ -50,19 +50,21 @@ def probe_image(path: Path, hdr: str = "tonemap") -> tuple[int, int]:
     Raises:
         MediaError: The file cannot be read, is not an image, is too large, or is HDR and not wanted.
     """
+    prefix = b""
     try:
         jpeg = read_jpeg_header(path)
         if jpeg is not None:
             header = ImageHeader(jpeg.width, jpeg.height, jpeg.orientation)
         else:
             with open(path, "rb") as file:
+                prefix = file_reader(file)(0, PREFIX_BYTES)
                 header = _read_header(file)
         check_num_pixels(header.width, header.height)
         check_hdr(header, hdr)
     except MediaError:
         raise
     except Exception as error:  # Pillow raises many types of errors for a damaged header
-        raise MediaError(failure_reason(error)) from None
+        raise MediaError(failure_reason(error, prefix)) from None
     return header.shown_size
 
 
@@ -115,9 +117,17 @@ def pillow_orientation(image: Image.Image) -> int:
     return found if found != 1 or not isinstance(xmp, bytes) else xmp_orientation(xmp)
 
 
-def failure_reason(error: Exception) -> str:
-    """Why an image cannot be used, as the rest of a sentence that begins with its name."""
+def failure_reason(error: Exception, prefix: bytes) -> str:
+    """Why an image cannot be used, as the rest of a sentence that begins with its name.
+
+    Args:
+        error: What a library raised.
+        prefix: The first ``PREFIX_BYTES`` bytes of the file.
+    """
     if isinstance(error, UnidentifiedImageError):
+        image_type = image_type_of(prefix)
+        if image_type is not None:
+            return f"cannot be decoded: its {image_type} data is damaged or cut"
         return "is not an image, or its format is unknown"
     if isinstance(error, OSError) and error.strerror:
         return f"cannot be read: {error.strerror}"

@@ -25,6 +25,7 @@ from latentry.media.formats.deep import decode_deep
 from latentry.media.formats.extra_formats import decode_heic, decode_jxl
 from latentry.media.formats.header import HdrFormat, ImageHeader, buffer_reader
 from latentry.media.formats.jpeg import (
+    END_MARKER,
     decode_leniently,
     decode_strictly,
     hidden_damage,
@@ -84,7 +85,7 @@ def decode_image(content: bytes, hdr: str = "tonemap") -> DecodedImage:
     except MediaError:
         raise
     except Exception as error:  # Pillow raises many types of errors for damaged data
-        raise MediaError(failure_reason(error)) from None
+        raise MediaError(failure_reason(error, content[:PREFIX_BYTES])) from None
 
 
 def _decode_plain_jpeg(content: bytes) -> DecodedImage | None:
@@ -129,6 +130,10 @@ def _decode(content: bytes, hdr: str) -> DecodedImage:
         return DecodedImage(_upright(_tone_mapped(content, "AVIF", header.hdr), header.orientation))
     try:
         image, damage = load_with_pillow(content)
+        if image_type == "JPEG":
+            pillow_damage, damage = damage, jpeg_damage(content, otherwise=damage)
+            if pillow_damage and damage is None:
+                image, _ = load_with_pillow(content + END_MARKER)
     except OSError:
         masked = decode_masked_bitmap(content) if image_type == "BMP" else None
         if masked is None:
@@ -137,8 +142,6 @@ def _decode(content: bytes, hdr: str) -> DecodedImage:
     with image:
         orientation = header.orientation if header is not None else pillow_orientation(image)
         pixels = np.array(to_srgb(image, profile or image.info.get("icc_profile")))
-    if image_type == "JPEG":
-        damage = jpeg_damage(content) or damage
     return DecodedImage(_upright(pixels, orientation), damage)
 
 

@@ -19,7 +19,7 @@ import simplejpeg
 
 from latentry.media.formats.jpeg_header import JpegHeader
 
-_END = b"\xff\xd9"
+END_MARKER = b"\xff\xd9"
 _SCAN, _TABLES, _RESTART_INTERVAL, _HUFFMAN_TABLES, _ADOBE = 0xDA, 0xDB, 0xDD, 0xC4, 0xEE
 _FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
 _DECODING_MARKERS = _FRAMES | {_TABLES, _RESTART_INTERVAL, _HUFFMAN_TABLES, 0xCC, _ADOBE}
@@ -47,17 +47,24 @@ def decode_leniently(content: bytes, colorspace: str) -> npt.NDArray[np.uint8] |
     return pixels
 
 
-def jpeg_damage(content: bytes) -> str | None:
-    """What is wrong with the compressed data of a JPEG that causes warnings; None if nothing that matters to pixels."""
+def jpeg_damage(content: bytes, otherwise: str | None = None) -> str | None:
+    """What is wrong with the compressed data of a JPEG that causes warnings; None if nothing that matters to pixels.
+
+    Args:
+        content: The file.
+        otherwise: What to return if libjpeg-turbo cannot decode this type of JPEG.
+    """
     clean, num_components = _without_metadata(content)
     colorspace = "CMYK" if num_components == 4 else "GRAY"
+    if decode_leniently(clean, colorspace) is None:
+        return otherwise
     warning = _warning(clean, colorspace)
     if warning is None:
         return None
-    end = clean.rfind(_END)
+    end = clean.rfind(END_MARKER)
     body = clean if end < 0 else clean[:end]
     for whole in (body, body.rstrip(b"\0")):  # without its end marker, or with padding before it
-        if _warning(whole + _END, colorspace) is None:
+        if _warning(whole + END_MARKER, colorspace) is None:
             return None
     return warning
 
@@ -72,7 +79,7 @@ def hidden_damage(content: bytes, header: JpegHeader) -> str | None:
     if header.is_progressive:
         return _missing_scans(content)
     hole = content.find(_HOLE, header.scan_offset)
-    if 0 <= hole < content.find(_END, header.scan_offset) and not _zeros_are_plausible(content):
+    if 0 <= hole < content.find(END_MARKER, header.scan_offset) and not _zeros_are_plausible(content):
         return "its compressed data has a hole of zeros"
     return None
 
@@ -90,12 +97,10 @@ def read_profile(content: bytes) -> bytes | None:
 
 
 def _warning(content: bytes, colorspace: str) -> str | None:
-    """The first warning about a JPEG; None if there is none, or if libjpeg-turbo cannot decode this type of JPEG."""
+    """The first warning about a JPEG that can be decoded; None if there is none."""
     try:
         simplejpeg.decode_jpeg(content, colorspace=colorspace)
     except Exception as error:
-        if decode_leniently(content, colorspace) is None:
-            return None
         return str(error).removeprefix("Corrupt JPEG data: ")
     return None
 
