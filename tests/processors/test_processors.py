@@ -26,7 +26,7 @@ CAPTIONS = ["a photo of a cat", "the quick brown fox, 85mm", ""]
 
 def example_pixels(side: int) -> list[torch.Tensor]:
     files = sorted(p for p in EXAMPLES.rglob("*") if p.suffix in (".jpg", ".png", ".webp"))
-    return [fit_to_bucket(decode_image(path.read_bytes()), (side, side))[0] for path in files]
+    return [fit_to_bucket(decode_image(path.read_bytes()).pixels, (side, side))[0] for path in files]
 
 
 def test_processors_describe_themselves():
