@@ -16,11 +16,13 @@ from latentry.cache.format import OUTPUT_FORMATS, recipe_fingerprint
 from latentry.crops import CROP_MODES
 from latentry.encode.sizes import SizeRules
 from latentry.errors import ConfigError
+from latentry.media.hdr import HDR_MODES
 from latentry.media.image_reader import ImageReader
 from latentry.media.images import NO_CROP
 from latentry.media.reader import MediaReader
-from latentry.media.video_options import VideoOptions
+from latentry.media.video_options import VideoOptions, with_old_defaults
 from latentry.media.video_reader import VideoReader
+from latentry.processors import canonical_name
 from latentry.sources.captions import CAPTION_FORMATS
 from latentry.types import ProcessorInfo
 
@@ -38,7 +40,7 @@ class Recipe:
     """
 
     processor: str = "tiny"
-    """The model family; ``latentry processors`` lists them."""
+    """The model family; ``latentry processors`` lists them. An alias is replaced by the name it stands for."""
     model_name: str | None = None
     """A folder in the diffusers layout or a hub name; None is the processor's default."""
     max_pixels: int = 256 * 256
@@ -62,6 +64,8 @@ class Recipe:
     """Which frames of a video are used; None is for images."""
     size: tuple[int, int] | None = None
     """(width, height) of every sample, instead of buckets under ``max_pixels``."""
+    hdr: str = "tonemap"
+    """What becomes of HDR inputs (PQ, HLG): ``tonemap`` converts them to sRGB, ``skip`` reports them as failures."""
     bucket_step: int | None = None
     """Bucket sides are multiples of this many pixels; None is the processor's own step."""
     aspect_ratios: Sequence[str] | None = None
@@ -76,11 +80,13 @@ class Recipe:
     """Leave out inputs of which cropping would lose a larger share, from 0 to 1."""
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "processor", canonical_name(self.processor))
         for name, value, allowed in (
             ("crop_mode", self.crop_mode, (*CROP_MODES, NO_CROP)),
             ("caption_format", self.caption_format, CAPTION_FORMATS),
             ("dtype", self.dtype, DTYPES),
             ("output_format", self.output_format, OUTPUT_FORMATS),
+            ("hdr", self.hdr, HDR_MODES),
         ):
             if value not in allowed:
                 raise ConfigError(f"unknown {name} {value!r}; choose one of {', '.join(allowed)}")
@@ -145,6 +151,7 @@ class ResolvedRecipe:
     frame_step: int
     video: VideoOptions | None
     size: tuple[int, int] | None
+    hdr: str = "tonemap"
     aspect_ratios: tuple[tuple[int, int], ...] | None = None
 
     @classmethod
@@ -155,7 +162,7 @@ class ResolvedRecipe:
             return cls(
                 **{
                     **recorded,
-                    "video": VideoOptions(**video) if video else None,
+                    "video": VideoOptions.from_recorded(video) if video else None,
                     "size": tuple(size) if size else None,
                     "aspect_ratios": tuple((width, height) for width, height in ratios) if ratios else None,
                 }
@@ -167,11 +174,13 @@ class ResolvedRecipe:
         """The reader of this recipe's inputs."""
         if self.video is None:
             return ImageReader(self.crop_mode)
-        return VideoReader(self.video, self.crop_mode, self.frame_step)
+        return VideoReader(self.video, self.crop_mode, self.frame_step, self.hdr)
 
     def recorded(self) -> dict[str, Any]:
         """The recipe as a cache records it, without the fields that have their default value."""
         found = asdict(self)
+        if self.video is not None:
+            found["video"] = self.video.recorded()
         return {
             field.name: found[field.name]
             for field in fields(self)
@@ -186,13 +195,21 @@ class ResolvedRecipe:
 
     def differences(self, recorded: Mapping[str, Any]) -> list[str]:
         """One line for each field in which a recorded recipe differs from this one."""
-        mine = json.loads(json.dumps(self.recorded()))
+        mine = _flat(json.loads(json.dumps(self.recorded())))
+        recorded = _flat(recorded)
         names = [*mine, *sorted(recorded.keys() - mine.keys())]
         return [
             f"{name} was {recorded.get(name)!r}, now {mine.get(name)!r}"
             for name in names
             if mine.get(name) != recorded.get(name)
         ]
+
+
+def _flat(recorded: Mapping[str, Any]) -> dict[str, Any]:
+    """A recorded recipe with the options of videos beside the others, as users give them."""
+    video = recorded.get("video")
+    options = with_old_defaults(video) if isinstance(video, dict) else {}
+    return {**recorded, "video": bool(video), **options}
 
 
 def resolve_recipe(recipe: Recipe, info: ProcessorInfo, weights: str, *, on_gpu: bool) -> ResolvedRecipe:
@@ -225,6 +242,7 @@ def resolve_recipe(recipe: Recipe, info: ProcessorInfo, weights: str, *, on_gpu:
         frame_step=info.temporal_factor,
         video=recipe.video,
         size=recipe.size,
+        hdr=recipe.hdr,
         aspect_ratios=recipe.bucket_shapes(),
     )
 

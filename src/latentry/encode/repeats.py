@@ -57,4 +57,4 @@ class Repeats:
             for row in rows
             for repeat in range(self.number(row.source_name, row.repeat + 1))
         )
-        return sorted(repeated, key=lambda row: (row.repeat, row.source_name, row.frame_index or 0))
+        return sorted(repeated, key=lambda row: (row.repeat, row.source_name, row.number))

@@ -1,4 +1,4 @@
-"""The sizes of samples, and how inputs are cut to them."""
+"""The sizes of samples, how inputs are cut to them, and what becomes of HDR."""
 
 from __future__ import annotations
 
@@ -31,6 +31,13 @@ def add_size_flags(parser: argparse.ArgumentParser, *, preset: str) -> Any:
         metavar="N",
         type=int,
         help="limit samples to N pixels (default: by --resolution_preset)",
+    )
+    add_flag(
+        group,
+        "--hdr",
+        choices=("tonemap", "skip"),
+        default="tonemap",
+        help="convert HDR inputs to sRGB (tonemap) or report them as failures (skip) (default: tonemap)",
     )
     parser.set_defaults(default_preset=preset)
     _add_bucket_flags(group)
@@ -103,7 +110,7 @@ def size_fields(options: argparse.Namespace) -> dict[str, Any]:
 
     preset = MultiTierBucketCalculator.RESOLUTION_PRESETS[options.resolution_preset or options.default_preset]
     ratios = options.aspect_ratios
-    names = ("bucket_step", "min_pixels", "min_side", "max_upscale", "max_crop")
+    names = ("hdr", "bucket_step", "min_pixels", "min_side", "max_upscale", "max_crop")
     return {
         "max_pixels": preset if options.max_pixels is None else options.max_pixels,
         "aspect_ratios": None if ratios is None else tuple(ratios.split(",")),
