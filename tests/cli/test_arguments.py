@@ -75,7 +75,7 @@ def test_help_names_every_default(capsys, command):
         (["image", *ON_EXAMPLES, "--max_pixels", "0"], "max_pixels is 0"),
         ([*VIDEO, "--height", "64"], "--height and --width go together"),
         ([*VIDEO, "--height", "64", "--width", "64", "--max_pixels", "9"], "fix the size"),
-        (VIDEO, "holds no videos: looked for avi, mkv"),
+        (VIDEO, "holds no videos; it and its subfolders have 9 .jpg files"),
         (["image", *ON_EXAMPLES, EXAMPLES], "are the same folder"),
         (["image", *ON_EXAMPLES, EXAMPLES / "home"], "contain each other"),
         (["image", *ON_EXAMPLES, "missing"], "missing does not exist"),

@@ -243,6 +243,9 @@ class _Inputs:
                 "another output_dir, give the folders in the same order as before, or replace that cache with "
                 "--overwrite"
             )
+        if plan.left_out and not (plan.tasks or plan.done):
+            name, reason = plan.left_out[0].name, plan.left_out[0].reason
+            raise RunError(f"every input is left out, such as {name}, which {reason}; loosen that rule")
         if plan.skipped and self._damaged == "error":
             raise RunError(
                 f"{plan.skipped[0].name} {plan.skipped[0].reason}; mend or move the file, or leave out --damaged error"

@@ -67,7 +67,7 @@ class PrepareResult:
 
     @property
     def exit_status(self) -> int:
-        """0 if every input is in the cache, 2 if some failed."""
+        """0 if every input is in the cache, except those that were left out by rule; 2 if some failed."""
         return 2 if self.failures else 0
 
     @property
