@@ -58,7 +58,7 @@ def flat_colours() -> torch.Tensor:
 
 
 def report(model: TinyAutoencoder, held_out: list[torch.Tensor]) -> str:
-    pictures = Pictures(held_out, torch.device("cpu"), SEED)
+    pictures = Pictures(held_out, 256, torch.device("cpu"), SEED)
     drawings = {
         "neon photographs": pictures.recolour(pictures.photos(NUM_DRAWINGS)),
         "gradients": pictures.gradients(NUM_DRAWINGS),

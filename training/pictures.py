@@ -16,20 +16,19 @@ import torch
 from PIL import Image, ImageDraw, ImageFont
 from torch.nn.functional import affine_grid, grid_sample, interpolate
 
-CROP = 256
 NUM_SHAPES = 8
 NUM_TEXT_PAGES = 64
 TEXT_PAGE_SIDE = 512
 
 
 class Pictures:
-    """Random pictures [B,3,256,256] from a seed."""
+    """Random square pictures [B,3,side,side] from a seed."""
 
-    def __init__(self, photos: list[torch.Tensor], device: torch.device, seed: int = 0) -> None:
-        self._device = device
+    def __init__(self, photos: list[torch.Tensor], side: int, device: torch.device, seed: int) -> None:
+        self._side, self._device = side, device
         self._random = torch.Generator(device).manual_seed(seed)
         self._cpu_random = torch.Generator().manual_seed(seed)
-        levels = _levels(photos, device)
+        levels = _levels(photos, side, device)
         # All levels in one tensor, so that one indexing operation takes the crops of a whole batch.
         self._pixels = torch.cat([level.flatten() for level in levels])
         sizes = torch.tensor([level.shape[-2:] for level in levels], device=device)
@@ -41,11 +40,12 @@ class Pictures:
         self.num_levels = len(levels)
 
     def batch(self, num_photos: int, num_recoloured: int, num_drawn: int) -> torch.Tensor:
-        """Photographs first, then recoloured photographs, then drawings of each kind in equal parts."""
+        """Photographs first, then recoloured photographs, then drawings, on average of each kind equally many."""
         photos = self.photos(num_photos + num_recoloured)
         parts = [photos[:num_photos], self.recolour(photos[num_photos:])]
         kinds: list[Callable[[int], torch.Tensor]] = [self.gradients, self.mosaics, self.shapes, self.text]
-        for i, draw in enumerate(kinds):
+        first = self._choose(*range(len(kinds)))
+        for i, draw in enumerate(kinds[first:] + kinds[:first]):
             if num := (num_drawn + i) // len(kinds):
                 parts.append(draw(num))
         return torch.cat(parts)
@@ -54,15 +54,17 @@ class Pictures:
         """Random crops of photographs, a half of them mirrored and a quarter transposed."""
         chosen = torch.multinomial(self._weights, num, replacement=True, generator=self._random)
         heights, widths = self._heights[chosen], self._widths[chosen]
-        top = (self._uniform(num) * (heights - CROP + 1)).long()
-        left = (self._uniform(num) * (widths - CROP + 1)).long()
-        y = torch.arange(CROP, device=self._device)[None, :, None]
-        x = torch.arange(CROP, device=self._device)[None, None, :]
-        x = torch.where(_each(self._uniform(num) < 0.5), x, CROP - 1 - x)
+        top = (self._uniform(num) * (heights - self._side + 1)).long()
+        left = (self._uniform(num) * (widths - self._side + 1)).long()
+        y = torch.arange(self._side, device=self._device)[None, :, None]
+        x = torch.arange(self._side, device=self._device)[None, None, :]
+        x = torch.where(_each(self._uniform(num) < 0.5), x, self._side - 1 - x)
         transposed = _each(self._uniform(num) < 0.25)
         y, x = torch.where(transposed, x, y), torch.where(transposed, y, x)
         inside = _each(self._starts[chosen]) + (y + _each(top)) * _each(widths) + x + _each(left)
-        channels = torch.arange(3, device=self._device)[None, :, None, None] * _each(heights * widths)[:, None]
+        channels = (
+            torch.arange(3, device=self._device)[None, :, None, None] * _each(heights * widths)[:, None]
+        )
         return self._pixels[inside[:, None] + channels].float() / 127.5 - 1
 
     def recolour(self, photos: torch.Tensor) -> torch.Tensor:
@@ -88,14 +90,14 @@ class Pictures:
     def gradients(self, num: int) -> torch.Tensor:
         """Flat colours (a third), or a few colours that blend smoothly into each other."""
         coarse = self._colours(num, self._choose(2, 3, 5), self._choose(2, 3, 5))
-        blended = interpolate(coarse, size=(CROP, CROP), mode="bilinear", align_corners=True)
+        blended = interpolate(coarse, size=(self._side, self._side), mode="bilinear", align_corners=True)
         flat = self._colours(num)[:, :, None, None].expand_as(blended)
         return torch.where(_each(self._uniform(num) < 1 / 3)[:, None], flat, blended)
 
     def mosaics(self, num: int) -> torch.Tensor:
         """Checkerboards (a half) and random tiles, of any colours and with tiles of one size in a batch."""
         cell = self._choose(2, 4, 8, 12, 16, 24, 32, 48, 64)
-        cells = CROP // cell + 2
+        cells = self._side // cell + 2
         tiles = self._colours(num, cells, cells)
         index = torch.arange(cells, device=self._device)
         odd = (index[:, None] + index[None, :]) % 2 == 1
@@ -104,14 +106,14 @@ class Pictures:
         picture = torch.where(_each(self._uniform(num) < 0.5)[:, None], board, tiles)
         picture = picture.repeat_interleave(cell, dim=2).repeat_interleave(cell, dim=3)
         top, left = self._choose(*range(cell)), self._choose(*range(cell))
-        return picture[:, :, top : top + CROP, left : left + CROP]
+        return picture[:, :, top : top + self._side, left : left + self._side]
 
     def shapes(self, num: int) -> torch.Tensor:
         """Rectangles, ellipses and outlines of one colour each, on a gradient."""
         picture = self.gradients(num)
-        axis = torch.arange(CROP, device=self._device, dtype=torch.float32)
+        axis = torch.arange(self._side, device=self._device, dtype=torch.float32)
         for _ in range(NUM_SHAPES):
-            x0, y0 = CROP * _each(self._uniform(num)), CROP * _each(self._uniform(num))
+            x0, y0 = self._side * _each(self._uniform(num)), self._side * _each(self._uniform(num))
             x, y = axis[None, None, :] - x0, axis[None, :, None] - y0
             angle = math.pi * _each(self._uniform(num))
             x, y = x * angle.cos() + y * angle.sin(), y * angle.cos() - x * angle.sin()
@@ -130,13 +132,15 @@ class Pictures:
     def text(self, num: int) -> torch.Tensor:
         """Lines of text in one colour on a gradient."""
         background = self.gradients(num)
-        scale = CROP / TEXT_PAGE_SIDE * (0.5 + self._uniform(num))
+        scale = self._side / TEXT_PAGE_SIDE * (0.5 + self._uniform(num))
         shift = (2 * self._uniform(num, 2) - 1) * (1 - scale[:, None])
         theta = torch.zeros(num, 2, 3, device=self._device)
         theta[:, 0, 0] = theta[:, 1, 1] = scale
         theta[:, :, 2] = shift
-        pages = self._pages[torch.randint(len(self._pages), (num,), generator=self._random, device=self._device)]
-        grid = affine_grid(theta, [num, 1, CROP, CROP], align_corners=False)
+        pages = self._pages[
+            torch.randint(len(self._pages), (num,), generator=self._random, device=self._device)
+        ]
+        grid = affine_grid(theta, [num, 1, self._side, self._side], align_corners=False)
         cover = grid_sample(pages, grid, align_corners=False)
         return background + cover * (self._colours(num)[:, :, None, None] - background)
 
@@ -158,12 +162,12 @@ def _each(values: torch.Tensor) -> torch.Tensor:
     return values[:, None, None]
 
 
-def _levels(photos: list[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
+def _levels(photos: list[torch.Tensor], side: int, device: torch.device) -> list[torch.Tensor]:
     """Each photograph uint8 [3,H,W] at several scales, as long as a crop fits."""
     levels = []
     for photo in photos:
         level = photo.to(device)
-        while min(level.shape[-2:]) >= CROP:
+        while min(level.shape[-2:]) >= side:
             levels.append(level)
             size = [round(edge * 0.6) for edge in level.shape[-2:]]
             smaller = interpolate(level[None].float(), size=size, mode="bicubic", antialias=True)[0]
