@@ -14,6 +14,7 @@ from latentry.errors import MissingPackageError
 
 EXTRAS: dict[str, tuple[str, ...]] = {
     "encode": ("av", "PIL", "simplejpeg", "rich"),
+    "scenes": ("scenedetect",),
     "models": ("diffusers", "transformers", "accelerate", "sentencepiece", "ftfy"),
 }
 """Extra to the import names of its packages."""

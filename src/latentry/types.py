@@ -80,6 +80,18 @@ class Caption:
     """``sidecar``, ``txt``, ``jsonl``, ``meta_json`` or ``file name``."""
 
 
+class Window(NamedTuple):
+    """The part of a video from which the frames of a sample are taken."""
+
+    start_s: float | None
+    """Seconds after the first frame; None if the file has no usable time stamps."""
+    first_frame: int
+    """The number of the first frame of the part, from 0."""
+    last_frame: int
+    num_frames: int
+    """How many frames the sample has."""
+
+
 @dataclass(frozen=True, slots=True)
 class PlannedSample:
     """A sample to encode: everything except its pixels."""
@@ -97,6 +109,8 @@ class PlannedSample:
     """The number of this sample among those of its file, from 0."""
     num_samples: int = 1
     """How many samples the file gives."""
+    window: Window | None = None
+    """The part of the video, where it is not the whole or its beginning."""
 
     @property
     def name(self) -> str:
@@ -135,6 +149,8 @@ class Task:
     samples: tuple[PlannedSample, ...]
     retry: bool = False
     """Whether these samples failed in an earlier run. Failing again does not count towards stopping the run."""
+    num_finished: int = 0
+    """How many of the first samples the checkpoint of an interrupted run has."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

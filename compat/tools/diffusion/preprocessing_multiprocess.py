@@ -112,4 +112,4 @@ def _max_pixels(preset: str | None, max_pixels: int | None, default: str) -> int
 
 
 if __name__ == "__main__":
-    sys.exit(main(prog="preprocessing_multiprocess"))
+    sys.exit(main(prog="preprocessing_multiprocess", whole_clips=True))

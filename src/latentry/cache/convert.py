@@ -25,7 +25,6 @@ from latentry.cache.format import (
     TASK_SIZE,
     CacheMetadata,
     Row,
-    file_name,
     recipe_fingerprint,
     row_from_dict,
 )
@@ -175,10 +174,11 @@ class _OldCache:
         seen: dict[tuple[str, str], str] = {}
         for number in range(len(self)):
             name = self._name(number)
+            file = name if isinstance(self._index, PackedIndex) else self._index.relative_file(number)
             new_file = (self._index.bucket(number).folder, Path(name).stem)
-            if seen.setdefault(new_file, name) != name:
+            if seen.setdefault(new_file, file) != file:
                 raise ConfigError(
-                    f"{'/'.join(new_file)} would be the file of two samples, {seen[new_file]} and {name}; rename "
+                    f"{'/'.join(new_file)} would be the file of two samples, {seen[new_file]} and {file}; rename "
                     "one, or convert to packed"
                 )
 
@@ -204,7 +204,7 @@ class _OldCache:
     def _name(self, number: int) -> str:
         if isinstance(self._index, PackedIndex):
             return self._index.entry(number).name
-        return file_name(self._index.relative_file(number))
+        return self._index.name(number)
 
     def position(self, number: int) -> int:
         """The sample's position in the order of rows."""

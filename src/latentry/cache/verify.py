@@ -25,6 +25,7 @@ from latentry.cache.read.samples import Samples, open_samples
 from latentry.errors import CacheError, MediaError
 from latentry.storage import content_digest
 
+_CACHE_FILE_SUFFIXES = (".meta", ".pt", ".safetensors")
 LoadedSample = Mapping[str, Any]
 """What a cache file holds."""
 Compare = Callable[[Row, LoadedSample], float]
@@ -202,10 +203,13 @@ class _Checker:
                     yield Problem(name, f"{key} is {found}, but {usual} in the cache's other files")
 
     def unlisted_files(self) -> Iterator[Problem]:
-        """Files in bucket folders that no row names."""
-        for path in sorted(self._cache_dir.glob("*x*/*")):
+        """Cache files that no row names, in bucket folders and in the folders of listed files."""
+        folders = {path.parent for path in self._cache_dir.glob("*x*/*")}
+        folders |= {(self._cache_dir / file).parent for file in self._listed}
+        for path in sorted(path for folder in folders if folder.is_dir() for path in folder.iterdir()):
             relative = path.relative_to(self._cache_dir).as_posix()
-            if path.is_file() and relative not in self._listed:
+            is_cache_file = path.parent != self._cache_dir or path.suffix in _CACHE_FILE_SUFFIXES
+            if path.is_file() and is_cache_file and relative not in self._listed:
                 yield Problem(relative, "is in no row of the metadata")
 
 

@@ -25,9 +25,10 @@ from latentry.report.progress import progress_display
 from latentry.types import ProcessorInfo
 
 
-def run_command(arguments: Sequence[str] | None, prog: str = "latentry") -> int:
+def run_command(arguments: Sequence[str] | None, prog: str = "latentry", *, whole_clips: bool = False) -> int:
     """Parse the arguments and run the command they name."""
     options = parse_arguments(arguments, prog)
+    options.whole_clips = whole_clips
     return _COMMANDS[options.command](options)
 
 

@@ -41,6 +41,8 @@ class DecodeCheck:
         decoded = self._processor.decode_latents(latents)[0]
         seed = derived_seed(self._recipe.seed, "crop", row.source_name)
         (crop,) = self._reader.read(file, [_planned(row)], seed)
+        if isinstance(crop, str):
+            raise MediaError(crop)
         return psnr_db(crop.pixels, decoded)
 
 
@@ -55,5 +57,6 @@ def _planned(row: Row) -> PlannedSample:
         bucket_id=row.bucket_id if isinstance(row.bucket_id, int) else None,
         bucket=row.bucket,
         number=row.number,
-        num_samples=row.total_frames_extracted or 1,
+        num_samples=row.num_samples,
+        window=row.window,
     )

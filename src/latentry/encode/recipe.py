@@ -20,7 +20,7 @@ from latentry.media.hdr import HDR_MODES
 from latentry.media.image_reader import ImageReader
 from latentry.media.images import NO_CROP
 from latentry.media.reader import MediaReader
-from latentry.media.video_options import VideoOptions
+from latentry.media.video_options import VideoOptions, with_old_defaults
 from latentry.media.video_reader import VideoReader
 from latentry.processors import canonical_name
 from latentry.sources.captions import CAPTION_FORMATS
@@ -162,7 +162,7 @@ class ResolvedRecipe:
             return cls(
                 **{
                     **recorded,
-                    "video": VideoOptions(**video) if video else None,
+                    "video": VideoOptions.from_recorded(video) if video else None,
                     "size": tuple(size) if size else None,
                     "aspect_ratios": tuple((width, height) for width, height in ratios) if ratios else None,
                 }
@@ -174,11 +174,13 @@ class ResolvedRecipe:
         """The reader of this recipe's inputs."""
         if self.video is None:
             return ImageReader(self.crop_mode)
-        return VideoReader(self.video, self.crop_mode, self.frame_step)
+        return VideoReader(self.video, self.crop_mode, self.frame_step, self.hdr)
 
     def recorded(self) -> dict[str, Any]:
         """The recipe as a cache records it, without the fields that have their default value."""
         found = asdict(self)
+        if self.video is not None:
+            found["video"] = self.video.recorded()
         return {
             field.name: found[field.name]
             for field in fields(self)
@@ -193,13 +195,21 @@ class ResolvedRecipe:
 
     def differences(self, recorded: Mapping[str, Any]) -> list[str]:
         """One line for each field in which a recorded recipe differs from this one."""
-        mine = json.loads(json.dumps(self.recorded()))
+        mine = _flat(json.loads(json.dumps(self.recorded())))
+        recorded = _flat(recorded)
         names = [*mine, *sorted(recorded.keys() - mine.keys())]
         return [
             f"{name} was {recorded.get(name)!r}, now {mine.get(name)!r}"
             for name in names
             if mine.get(name) != recorded.get(name)
         ]
+
+
+def _flat(recorded: Mapping[str, Any]) -> dict[str, Any]:
+    """A recorded recipe with the options of videos beside the others, as users give them."""
+    video = recorded.get("video")
+    options = with_old_defaults(video) if isinstance(video, dict) else {}
+    return {**recorded, "video": bool(video), **options}
 
 
 def resolve_recipe(recipe: Recipe, info: ProcessorInfo, weights: str, *, on_gpu: bool) -> ResolvedRecipe:

@@ -69,7 +69,7 @@ def publish_metadata(
         write_text(folder / METADATA_NAME, complete.to_json())
     else:
         (folder / METADATA_NAME).unlink(missing_ok=True)
-    _write_failures(folder / FAILURES_NAME, failures)
+    write_failures(folder / FAILURES_NAME, failures)
     keep = {*shards, packed.index if packed else ""}
     for pattern in _PATTERNS:
         for path in folder.glob(pattern):
@@ -122,7 +122,8 @@ def _publish_index(folder: Path, rows: Sequence[Row], current: set[str]) -> Pack
         raise RunError(f"cannot write {path}: {error.strerror}") from None
 
 
-def _write_failures(path: Path, failures: Sequence[Failure]) -> None:
+def write_failures(path: Path, failures: Sequence[Failure]) -> None:
+    """Publish ``failures.jsonl``, or remove it if nothing failed."""
     if failures:
         write_text(path, "".join(json.dumps(asdict(failure)) + "\n" for failure in failures))
     else:

@@ -80,6 +80,13 @@ def video_data(
             "total_frames_extracted": sample.num_samples,
             "source_frame_index": source_frame,
         }
+    if sample.window is not None:
+        data |= {
+            "window_index": sample.number,
+            "num_windows": sample.num_samples,
+            "window_start_s": sample.window.start_s,
+            "window_frames": (sample.window.first_frame, sample.window.last_frame),
+        }
     return data
 
 
@@ -103,6 +110,10 @@ def sample_row(sample: PlannedSample, data: SampleData, source_digest: str, dama
         frame_index=data.get("frame_index"),
         total_frames_extracted=data.get("total_frames_extracted"),
         source_frame_index=data.get("source_frame_index"),
+        window_index=data.get("window_index"),
+        num_windows=data.get("num_windows"),
+        window_start_s=data.get("window_start_s"),
+        window_frames=data.get("window_frames"),
         sample_name=sample.name,
         caption_source=sample.caption.source,
         source_name=sample.file.name,
