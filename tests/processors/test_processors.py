@@ -37,7 +37,7 @@ def test_processors_describe_themselves():
         assert info.name == name
         assert set(info.media) <= {"image", "video"}
         assert info.quantum % info.spatial_factor == 0
-    with pytest.raises(ConfigError, match="'sdxl'; choose one of tiny, flux, wan, hunyuan"):
+    with pytest.raises(ConfigError, match=r"'sdxl'; choose one of tiny, flux, wan, wan2\.2, hunyuan"):
         processor_class("sdxl")
 
 
