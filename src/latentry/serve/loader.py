@@ -119,6 +119,7 @@ class LatentDataLoader(AccelerateHooks, DataLoader[Any]):
         collate_fn: Callable[[Sequence[Mapping[str, Any]]], Batch] | None,
         config: LoaderConfig,
     ) -> None:
+        sampler.check_for_batches()
         super().__init__(
             dataset,
             batch_sampler=sampler,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from latentry.cli.flags import add_flag
+from latentry.cli.flags import add_flag, whole_number
 from latentry.errors import ConfigError
 
 
@@ -20,7 +20,7 @@ def add_clip_flags(parser: argparse.ArgumentParser, sizes: Any) -> None:
     add_flag(
         group,
         "--mode",
-        metavar="MODE",
+        choices=("video", "frames"),
         default="video",
         help="make one sample per file (video) or one per extracted frame (frames) (default: video)",
     )
@@ -28,7 +28,7 @@ def add_clip_flags(parser: argparse.ArgumentParser, sizes: Any) -> None:
         group,
         "--num_frames",
         metavar="N",
-        type=int,
+        type=whole_number(1),
         default=10,
         help="extract N evenly spaced frames per file with --mode frames (default: 10)",
     )
@@ -36,7 +36,7 @@ def add_clip_flags(parser: argparse.ArgumentParser, sizes: Any) -> None:
         group,
         "--target_frames",
         metavar="N",
-        type=int,
+        type=whole_number(1),
         help="make every clip N frames long (default: the longest length that the file and the model allow)",
     )
     add_flag(
@@ -49,7 +49,7 @@ def add_clip_flags(parser: argparse.ArgumentParser, sizes: Any) -> None:
     add_flag(
         group,
         "--short_clips",
-        metavar="ACTION",
+        choices=("skip", "pad"),
         default="skip",
         help="skip files shorter than --target_frames, or pad them with their last frame (default: skip)",
     )
@@ -57,20 +57,20 @@ def add_clip_flags(parser: argparse.ArgumentParser, sizes: Any) -> None:
         sizes,
         "--height",
         metavar="PIXELS",
-        type=int,
+        type=whole_number(1),
         help="encode every clip at this height; needs --width (default: choose a bucket per clip)",
     )
     add_flag(
         sizes,
         "--width",
         metavar="PIXELS",
-        type=int,
+        type=whole_number(1),
         help="encode every clip at this width; needs --height (default: choose a bucket per clip)",
     )
     add_flag(
         sizes,
         "--resize_mode",
-        metavar="MODE",
+        choices=("bilinear", "bicubic", "nearest", "area", "lanczos"),
         default="bilinear",
         help="resize frames with bilinear, bicubic, nearest, area or lanczos (default: bilinear)",
     )
