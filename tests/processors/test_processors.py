@@ -81,7 +81,10 @@ def test_tiny_encoder_is_the_one_that_its_identity_names():
     for name in sorted(name for name in weights if not name.startswith("decoder.")):
         digest.update(name.encode() + weights[name].numpy().tobytes())
     identity = TinyProcessor.weights_identity("embedded")
-    assert (identity[:32], digest.hexdigest()) == ("bdb82c7b6aaf486540227fdeb4e1bee2", "967bc523ad66d8b478d293fea4829fe6")
+    assert (identity[:32], digest.hexdigest()) == (
+        "bdb82c7b6aaf486540227fdeb4e1bee2",
+        "967bc523ad66d8b478d293fea4829fe6",
+    )
 
 
 SIMILAR = [

@@ -15,7 +15,7 @@ import latentry
 SOURCE = Path(latentry.__file__).parent
 
 LAYERS = [
-    "errors", "extras", "types", "seeds", "hardware", "storage", "crops", "buckets",
+    "errors", "counted", "extras", "types", "seeds", "hardware", "storage", "crops", "buckets",
     "cache.packed_format", "cache.locator", "cache.format", "cache.torch_zip", "cache.index", "cache.read", "cache.latent_checks",
     "cache.write", "cache.convert", "cache.verify",
     "serve.order", "serve.epoch_order", "serve.sampler_state", "serve.progress", "serve.sampler", "serve.collate",

@@ -48,7 +48,7 @@ class TinyProcessor:
         self._text = TinyTextEncoder()
 
     @classmethod
-    def weights_identity(cls, model_name: str) -> str:
+    def weights_identity(cls, model_name: str, *, download: bool = True) -> str:
         _require_embedded(model_name)
         return _ENCODER_IDENTITY + TinyTextEncoder.identity()
 

@@ -62,6 +62,8 @@ class PrepareResult:
     ending, and ``(hidden)`` for hidden files and folders."""
     notes: Mapping[str, int] = field(default_factory=dict)
     """What the user should know about how inputs were read, with the number of inputs for each text."""
+    unknown: tuple[str, ...] = ()
+    """With ``dry_run``: what the plan could not find out."""
     psnr_db: Mapping[str, tuple[Bucket, float]] = field(default_factory=dict)
     """With ``verify``: sample name to its bucket and PSNR in decibels, for what this run encoded."""
 
@@ -92,6 +94,7 @@ class PrepareResult:
             "left_out": [{"name": failure.name, "reason": failure.reason} for failure in self.left_out],
             "ignored": dict(self.ignored),
             "notes": dict(self.notes),
+            "unknown": list(self.unknown),
             "buckets": {bucket.name: count for bucket, count in self.buckets.items()},
             "captions": dict(self.captions),
             "caption_problems": dict(self.caption_problems),
