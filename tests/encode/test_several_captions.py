@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from dataclasses import replace
 
@@ -23,6 +24,7 @@ def images(tmp_path):
     return make_captioned_images(tmp_path / "images")
 
 
+@functools.cache
 def encoded(text: str) -> dict[str, torch.Tensor]:
     processor = TinyProcessor("embedded", torch.device("cpu"), torch.float32)
     return processor.encode_texts([text])

@@ -118,15 +118,6 @@ def test_entries_of_files_that_were_not_asked_for_are_no_problem(folder):
     assert not finder.problems
 
 
-def test_several_folders_keep_their_captions_apart(folder):
-    folder("one/list.jsonl", [{"file_name": "cat.jpg", "internvl": "first cat"}])
-    folder("two/list.jsonl", [{"file_name": "sub/cat.jpg", "internvl": "second cat"}])
-    folder("list.jsonl", [{"file_name": "two/dog.jpg", "internvl": "outside of both folders"}])
-    finder = CaptionFinder([folder.root / "one", folder.root / "two"])
-    texts = [finder.find(name).text for name in ("cat.jpg", "../two/sub/cat.jpg", "../two/dog.jpg")]
-    assert texts == ["first cat", "second cat", "dog"]
-
-
 @pytest.mark.parametrize(
     "content",
     [

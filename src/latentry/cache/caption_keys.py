@@ -35,15 +35,18 @@ def num_captions(values: Mapping[str, Any]) -> int:
     return len(prompts) if isinstance(prompts, (list, tuple)) and prompts else 1
 
 
-def drawn_caption(draw: int, file_name: str, num_captions: int) -> int:
+def drawn_caption(draw: int, file_name: str, repeat: int, num_captions: int) -> int:
     """Which caption of a sample is read: a pure function, the same for files and shards and on every machine.
 
     Args:
         draw: A number for the whole epoch.
         file_name: The name of the sample's file, with or without its ending.
+        repeat: Which of the sample's rows it is, if an epoch has the sample several times.
         num_captions: How many captions the sample has.
     """
-    return derived_seed(draw, os.path.splitext(file_name)[0]) % num_captions if num_captions > 1 else 0
+    if num_captions == 1:
+        return 0
+    return derived_seed(draw, os.path.splitext(file_name)[0], repeat) % num_captions
 
 
 def one_caption(data: Mapping[str, T], number: int) -> dict[str, T]:

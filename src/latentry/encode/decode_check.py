@@ -44,4 +44,6 @@ class DecodeCheck:
         source = SourceFile(row.source_name, row.source_bytes or 0, row.source_modified_ns or 0)
         sample = planned_sample(row, source, Caption(row.prompt or "", row.caption_source))
         (crop,) = self._reader.read(file, [sample], seed)
+        if isinstance(crop, str):
+            raise MediaError(crop)
         return psnr_db(crop.pixels, decoded)

@@ -21,7 +21,7 @@ def is_same_media(row: Row, num_known: int | None, file: SourceFile, source: Sou
     """
     if row.source_bytes != file.size_bytes:
         return False
-    if num_known is not None and (row.total_frames_extracted or 1) != num_known:
+    if num_known is not None and row.num_samples != num_known:
         return False
     if row.source_modified_ns == file.modified_ns:
         return True
@@ -48,7 +48,6 @@ def planned_sample(
         stored_row: See ``PlannedSample``.
     """
     width, height = row.original_resolution or (0, 0)
-    num_samples = row.total_frames_extracted or 1
     return PlannedSample(
         file,
         caption,
@@ -56,7 +55,8 @@ def planned_sample(
         height=height,
         bucket_id=row.bucket_id if isinstance(row.bucket_id, int) else None,
         bucket=row.bucket,
-        number=int(row.sample_name.rpartition("#")[2]) if num_samples > 1 else 0,
-        num_samples=num_samples,
+        number=row.number,
+        num_samples=row.num_samples,
+        window=row.window,
         stored_row=stored_row,
     )

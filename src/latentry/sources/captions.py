@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path, PurePosixPath
 
@@ -40,14 +40,14 @@ _NOT_CAPTIONS = ("failures.jsonl",)  # written by a run whose output is inside i
 
 
 class CaptionFinder:
-    """Finds the captions of the files in some folders, and counts where they came from.
+    """Finds the captions of the files in a folder, and counts where they came from.
 
     >>> finder = CaptionFinder(Path("photos"))
     >>> finder.find("trips/red_car.jpg")
     Caption(text='red car', source='file name', more=())
 
     Args:
-        root: The folder, or several. Files are named by their path relative to the first one.
+        root: The folder.
         caption_format: One of ``CAPTION_FORMATS``. ``auto`` tries all others in that order; every other value tries
             that source only.
         field: The key of the caption in all files with keys, or several keys separated by commas. None means
@@ -63,7 +63,7 @@ class CaptionFinder:
 
     def __init__(
         self,
-        root: Path | Sequence[Path],
+        root: Path,
         caption_format: str = "auto",
         field: str | None = None,
         lines_field: str = "internvl",
@@ -80,9 +80,7 @@ class CaptionFinder:
         ):
             if value not in allowed:
                 raise ConfigError(f"unknown {what} {value!r}; choose one of {', '.join(allowed)}")
-        roots = [root] if isinstance(root, Path) else list(root)
-        self._root = roots[0]
-        self._further_roots = [os.path.relpath(other, roots[0]).replace(os.sep, "/") for other in roots[1:]]
+        self._root = root
         named = tuple(key.strip() for key in field.split(",") if key.strip()) if field else ()
         self._json_keys = CaptionKeys(named, ("caption",))
         self._list_keys = CaptionKeys(named, tuple(dict.fromkeys((lines_field, "caption", "text"))))
@@ -107,12 +105,14 @@ class CaptionFinder:
         """How many captions came from each source."""
         self.problems: dict[str, str] = {}
         """Caption file, or file and line, to the reason why it cannot be used."""
+        self.files_read: set[Path] = set()
+        """All files that were read for captions."""
 
     def find(self, name: str) -> Caption | None:
         """The captions of a file; None if it has none and gets no other one.
 
         Args:
-            name: The file's path relative to the first folder, with forward slashes.
+            name: The file's path relative to the folder, with forward slashes.
         """
         elsewhere: tuple[str, Texts] | None = None
         for source, look_up in self._lookups:
@@ -152,15 +152,6 @@ class CaptionFinder:
             self._folders[folder] = FolderNames(self._root / folder)
         return self._folders[folder]
 
-    def _folders_above(self, name: str) -> Iterator[tuple[str, str]]:
-        """The file's folder and the folders above it up to its root, each with the file's path relative to it."""
-        roots = (root for root in self._further_roots if name.startswith(f"{root}/"))
-        last = max(roots, key=len, default="")
-        folder = name
-        while folder != last:
-            folder = folder.rpartition("/")[0]
-            yield folder, name[len(folder) + 1 :] if folder else name
-
     # ---- beside the file --------------------------------------------------------------------
 
     def _sidecar(self, name: str, suffix: str) -> Path | None:
@@ -191,7 +182,7 @@ class CaptionFinder:
 
     def _from_lines(self, name: str) -> Texts | None:
         """Look in the ``.jsonl`` files of the file's folder, then of the folders above it."""
-        for folder, name_in_folder in self._folders_above(name):
+        for folder, name_in_folder in _folders_above(name):
             for file in self._line_files_in(folder):
                 found = self._list(file, self._list_keys, json_lines).find(name_in_folder)
                 if found is not None:
@@ -231,7 +222,7 @@ class CaptionFinder:
         self, file_name: str, name: str, keys: CaptionKeys, entries_of: Callable[[str], Entries]
     ) -> Texts | None:
         """Look in the list of this name in the file's folder, then in the folders above it."""
-        for folder, name_in_folder in self._folders_above(name):
+        for folder, name_in_folder in _folders_above(name):
             file = self._names_in(folder).file(file_name)
             found = None if file is None else self._list(file, keys, entries_of).find(name_in_folder)
             if found is not None:
@@ -256,6 +247,7 @@ class CaptionFinder:
     # ---- reading ----------------------------------------------------------------------------
 
     def _read_text(self, file: Path) -> str | None:
+        self.files_read.add(file)
         try:
             return file.read_text(encoding="utf-8-sig")
         except (OSError, UnicodeDecodeError) as error:
@@ -264,3 +256,11 @@ class CaptionFinder:
 
     def _note(self, where: Path | str, problem: str) -> None:
         self.problems.setdefault(str(where), problem)
+
+
+def _folders_above(name: str) -> Iterator[tuple[str, str]]:
+    """The file's folder and the folders above it up to the root, each with the file's path relative to it."""
+    folder = name
+    while folder:
+        folder = folder.rpartition("/")[0]
+        yield folder, name[len(folder) + 1 :] if folder else name

@@ -66,9 +66,10 @@ class FileSamples:
                     if contents is None:
                         contents = load_cache_file(self._cache_dir, relative)
                     draw = draws[i] if draws is not None else None
-                    if draw is not None:
-                        name = relative.rpartition("/")[2]
-                        contents = one_caption(contents, drawn_caption(draw, name, num_captions(contents)))
+                    if draw is not None and (count := num_captions(contents)) > 1:
+                        row = rows[i]
+                        caption = drawn_caption(draw, self._index.name(row), self._index.repeat(row), count)
+                        contents = one_caption(contents, caption)
                     batch.add(i, file, contents)
                 batch.read_tensors(resources.threads)
         return batch.columns(lambda i: self.describe(rows[i]))

@@ -78,14 +78,12 @@ class PackedSamples:
         numbers = [self._row(row) for row in rows]
         entries = [self._index.entry(number) for number in numbers]
         names = frozenset(names)
-        stored = [
-            entry.dictionary(self._index.row(number), {})
-            for entry, number in zip(entries, numbers, strict=True)
-        ]
+        index_rows = [self._index.row(number) for number in numbers]
+        stored = [entry.dictionary(row, {}) for entry, row in zip(entries, index_rows, strict=True)]
         captions = [0] * len(rows)
         for i, draw in enumerate(draws or ()):
             if draw is not None and (count := num_captions(stored[i])) > 1:
-                captions[i] = drawn_caption(draw, entries[i].name, count)
+                captions[i] = drawn_caption(draw, entries[i].name, index_rows[i].get("repeat", 0), count)
                 stored[i] = one_caption(stored[i], captions[i])
         tensors = self._read_tensors(numbers, entries, names, resources or ReadResources(), captions)
         values: dict[str, list[Any]] = {}

@@ -12,6 +12,7 @@ import torch
 
 from latentry.cache.caption_keys import caption_key
 from latentry.cache.format import Row
+from latentry.cache.locator import FileLocator
 from latentry.cache.packed_format import caption_of_part
 from latentry.cache.read.batch_buffers import BatchBuffers
 from latentry.cache.read.buffer_pool import BufferPool
@@ -26,14 +27,16 @@ class StoredSamples:
 
     def __init__(self, cache_dir: Path) -> None:
         self._cache_dir = cache_dir
+        self._locator = FileLocator(cache_dir)
         self._shards = OpenShards(cache_dir)
 
     def load(self, row: Row) -> dict[str, Any]:
         """The sample's dictionary. Raises ``CacheError`` if it is not what was written."""
         if row.packed is None:
-            data = load_cache_file(self._cache_dir, row.files[0])
-            if content_digest(self._cache_dir / row.files[0]) != row.file_digest:
-                raise CacheFileError(f"{self._cache_dir / row.files[0]}: the checksum differs")
+            (file,) = row.files(self._locator)
+            data = load_cache_file(self._cache_dir, file)
+            if content_digest(self._cache_dir / file) != row.file_digest:
+                raise CacheFileError(f"{self._cache_dir / file}: the checksum differs")
             return data
         tensors: dict[str, torch.Tensor] = {}
         for part, location in row.packed.locations.items():
