@@ -22,6 +22,7 @@ from latentry.cache.index.rows import open_rows
 from latentry.cache.latent_checks import latent_problem
 from latentry.cache.read.fields import IMAGE_FIELDS, VIDEO_FIELDS, image_columns, video_columns
 from latentry.cache.read.samples import Samples, open_samples
+from latentry.counted import counted
 from latentry.errors import CacheError, MediaError
 from latentry.storage import content_digest
 
@@ -71,7 +72,9 @@ class VerifyResult:
             worst = min(self.psnr_db, key=lambda name: self.psnr_db[name])
             mean = sum(self.psnr_db.values()) / len(self.psnr_db)
             lines.append(f"decoded: mean {mean:.1f} dB, worst {self.psnr_db[worst]:.1f} dB ({worst})")
-        lines.append(f"{self.num_samples} samples, {len(self.problems)} problems in {self.cache_dir}")
+        lines.append(
+            f"{counted(self.num_samples, 'sample')}, {counted(len(self.problems), 'problem')} in {self.cache_dir}"
+        )
         return "\n".join(lines)
 
 

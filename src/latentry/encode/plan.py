@@ -112,9 +112,12 @@ def make_plan(
     unreadable: Sequence[Failure] = (),
     failed_before: Iterable[str] = (),
     keep_damaged: bool = False,
-    on_progress: Callable[[int], None] = lambda _: None,
+    on_progress: Callable[[int, int, int], None] = lambda *_: None,
 ) -> Plan:
-    """Decide what happens to every file. ``known`` are the cache's rows by sample name."""
+    """Decide what happens to every file. ``known`` are the cache's rows by sample name.
+
+    ``on_progress`` gets the number of files that are planned, of all files, and of those that failed.
+    """
     names = {file.name for file in files}
     all_rows = {row.sample_name: row for checkpoint in checkpoints for row in checkpoint.rows} | dict(known)
     elsewhere = {name: row for name, row in all_rows.items() if row.source_name not in names}
@@ -144,7 +147,16 @@ def make_plan(
                 done |= rows
         else:
             changed.append((file, caption))
-    samples, skipped, notes = _probe(changed, source, reader, choose_buckets, on_progress)
+    num_files, num_failed = len(files) + len(unreadable), len(unreadable) + len(unnameable)
+    num_before = num_files - len(changed)
+    on_progress(num_before, num_files, num_failed)
+    samples, skipped, notes = _probe(
+        changed,
+        source,
+        reader,
+        choose_buckets,
+        lambda count, failed: on_progress(num_before + count, num_files, num_failed + failed),
+    )
     # Of a file that gives several samples, some may be done.
     to_encode = []
     for sample in samples:
@@ -248,7 +260,7 @@ def _probe(
     source: SourceFolders,
     reader: MediaReader,
     choose_buckets: BucketChooser,
-    on_progress: Callable[[int], None],
+    on_progress: Callable[[int, int], None],
 ) -> tuple[list[PlannedSample], list[Failure], Counter[str]]:
     """Read the files' headers in threads, and choose buckets for all of them at once."""
 
@@ -273,7 +285,7 @@ def _probe(
                     skipped.append(Failure(file.name, probed))
                 else:
                     readable.append((file, caption, probed))
-                on_progress(count)
+                on_progress(count, len(skipped))
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise

@@ -25,9 +25,9 @@ from latentry.encode.read_ahead import DAMAGED
 from latentry.encode.recipe import Recipe, ResolvedRecipe, resolve_recipe
 from latentry.encode.repeats import Repeats
 from latentry.engines.local import Job, run_tasks
-from latentry.errors import CacheError, ConfigError, RunError, TooManyFailuresError
+from latentry.errors import CacheError, ConfigError, ModelError, RunError, TooManyFailuresError
 from latentry.hardware import find_devices
-from latentry.processors import processor_class
+from latentry.processors import Processor, processor_class
 from latentry.report.summary import PrepareResult
 from latentry.sources.caption_folders import CaptionFolders
 from latentry.sources.captions import CaptionFinder
@@ -99,12 +99,19 @@ def prepare(
         checkpoint_interval_s: Make finished samples durable at least this often, in seconds. They are made durable
             when the run stops, too.
         overwrite: Replace a cache that was made by another recipe.
-        dry_run: Only plan; write nothing.
+        dry_run: Only plan; write nothing. It needs no weights: what it cannot find out without them is in the
+            result's ``unknown``.
         on_progress: Called as inputs are planned and encoded.
     """
-    for name, value in (("batch_size", batch_size), ("shard_size", shard_size), ("max_files", max_files)):
-        if value is not None and value < 1:
-            raise ConfigError(f"{name} is {value}; it must be at least 1")
+    for name, value, least in (
+        ("batch_size", batch_size, 1),
+        ("shard_size", shard_size, 1),
+        ("max_files", max_files, 1),
+        ("max_failures", max_failures, 0),
+        ("checkpoint_interval_s", checkpoint_interval_s, 0),
+    ):
+        if value is not None and value < least:
+            raise ConfigError(f"{name} is {value}; it must be at least {least}")
     if damaged not in DAMAGED:
         raise ConfigError(f"unknown damaged {damaged!r}; choose one of {', '.join(DAMAGED)}")
     started = time.monotonic()
@@ -113,10 +120,11 @@ def prepare(
     output = Path(output_dir).expanduser().absolute()
     device_names = find_devices(devices)
     model_name = recipe.model_name or processor.info.default_model_name
+    weights, unknown = _weights(processor, model_name, Workspace(output), dry_run=dry_run)
     resolved = resolve_recipe(
         recipe,
         processor.info,
-        processor.weights_identity(model_name),
+        weights,
         on_gpu=all(name.startswith("cuda") for name in device_names),
     )
     repeated = Repeats.of(source, repeats)
@@ -128,8 +136,18 @@ def prepare(
             _check_recipe(workspace, resolved)
         known = {} if overwrite else workspace.rows(resolved.fingerprint)
         plan = inputs.plan(workspace, known, [] if overwrite else workspace.checkpoints())
-        return _result(
-            plan, inputs, output, device_names, started, plan.buckets(), plan.buckets(repeated), dry_run=True
+        return replace(
+            _result(
+                plan,
+                inputs,
+                output,
+                device_names,
+                started,
+                plan.buckets(),
+                plan.buckets(repeated),
+                dry_run=True,
+            ),
+            unknown=unknown,
         )
 
     with Workspace.opened(output) as workspace:
@@ -189,6 +207,22 @@ def _source_folders(
     return SourceFolders.of([folders] if isinstance(folders, (str, os.PathLike)) else folders)
 
 
+def _weights(
+    processor: type[Processor], model_name: str, workspace: Workspace, *, dry_run: bool
+) -> tuple[str, tuple[str, ...]]:
+    """The identity of the weights, and what a dry run cannot know if they are not on this machine."""
+    if not dry_run:
+        return processor.weights_identity(model_name), ()
+    try:
+        return processor.weights_identity(model_name, download=False), ()
+    except ModelError:
+        unknown = f"the weights of {model_name} are not on this machine, so the plan does not check them"
+        recorded = workspace.recorded_recipe() or {}
+        if weights := recorded.get("weights"):
+            return str(weights), (f"{unknown}; it assumes that the cache was made with them",)
+        return "unknown", (unknown,)
+
+
 class _Inputs:
     """The listed inputs of a run, ready to be planned."""
 
@@ -235,7 +269,7 @@ class _Inputs:
             unreadable=self._listing.unreadable,
             failed_before=workspace.failed_before(),
             keep_damaged=self._damaged == "keep",
-            on_progress=lambda done: self._on_progress(Progress("plan", done, len(self._files))),
+            on_progress=lambda *counts: self._on_progress(Progress("plan", *counts)),
         )
         if plan.vanished and not plan.done:
             raise RunError(
@@ -243,6 +277,9 @@ class _Inputs:
                 "another output_dir, give the folders in the same order as before, or replace that cache with "
                 "--overwrite"
             )
+        if plan.left_out and not (plan.tasks or plan.done):
+            name, reason = plan.left_out[0].name, plan.left_out[0].reason
+            raise RunError(f"every input is left out, such as {name}, which {reason}; loosen that rule")
         if plan.skipped and self._damaged == "error":
             raise RunError(
                 f"{plan.skipped[0].name} {plan.skipped[0].reason}; mend or move the file, or leave out --damaged error"

@@ -137,6 +137,7 @@ class LatentDataLoader(AccelerateHooks, DataLoader[Any]):
         collate_fn: Callable[[Sequence[Mapping[str, Any]]], Batch] | None,
         config: LoaderConfig,
     ) -> None:
+        sampler.check_for_batches()
         super().__init__(
             dataset,  # type: ignore[arg-type]  # PyTorch needs only __getitem__, but asks for its own class
             batch_sampler=sampler,

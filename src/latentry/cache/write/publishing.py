@@ -9,6 +9,7 @@ from __future__ import annotations
 import filecmp
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
@@ -128,3 +129,13 @@ def write_failures(path: Path, failures: Sequence[Failure]) -> None:
         write_text(path, "".join(json.dumps(asdict(failure)) + "\n" for failure in failures))
     else:
         path.unlink(missing_ok=True)
+
+
+def read_failures(folder: Path) -> list[Failure]:
+    """The failures that ``failures.jsonl`` lists; none if there is no such file. Lines of another form are ignored."""
+    path = folder / FAILURES_NAME
+    found = []
+    for line in path.read_bytes().splitlines() if path.is_file() else ():
+        with suppress(msgspec.MsgspecError):
+            found.append(msgspec.json.decode(line, type=Failure))
+    return found

@@ -35,7 +35,7 @@ from latentry.cache.format import (
 from latentry.cache.index.packed_index import PackedIndex
 from latentry.cache.locator import FileLocator
 from latentry.cache.write.commits import Checkpoint, Commit, CommitLog, decode_json, write_text
-from latentry.cache.write.publishing import publish_metadata, write_failures
+from latentry.cache.write.publishing import publish_metadata, read_failures, write_failures
 from latentry.errors import MetadataError, RunError
 from latentry.storage import KnownFolders
 from latentry.types import Failure
@@ -210,7 +210,7 @@ class Workspace:
 
         Failures in checkpoints are left out: the tasks of an interrupted run must be cut again as they were.
         """
-        return {failure.name for failure in (*self._commits.failures(), *self._failures_file())}
+        return {failure.name for failure in (*self._commits.failures(), *read_failures(self.folder))}
 
     # ---- working on it ----------------------------------------------------------------------
 
@@ -237,17 +237,12 @@ class Workspace:
             failures: Those of this run.
         """
         committed = {row.sample_name for row in self._commits.rows()}
-        found = {failure.name: failure for failure in (*self._failures_file(), *self._commits.failures())}
+        found = {
+            failure.name: failure for failure in (*read_failures(self.folder), *self._commits.failures())
+        }
         found = {name: failure for name, failure in found.items() if name not in committed}
         found |= {failure.name: failure for failure in failures}
         write_failures(self.folder / FAILURES_NAME, [found[name] for name in sorted(found)])
-
-    def _failures_file(self) -> list[Failure]:
-        path = self.folder / FAILURES_NAME
-        if not path.is_file():
-            return []
-        lines = path.read_text(encoding="utf-8").splitlines()
-        return [Failure(**json.loads(line)) for line in lines if line]
 
     def finish(
         self, rows: Sequence[Row], failures: Sequence[Failure], shard_size: int, metadata: CacheMetadata
