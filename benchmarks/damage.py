@@ -70,7 +70,8 @@ def measure(contents: list[bytes], name: str) -> tuple[int, int, int, int]:
     for number, content in enumerate(contents):
         header = parse_jpeg_header(content)
         good = decode_image(content)
-        assert header is not None and good.damage is None
+        assert header is not None
+        assert good.damage is None
         for trial in range(TRIALS):
             rng = random.Random(f"{name} {number} {trial}")
             damaged = DAMAGE[name](content, rng.randrange(header.scan_offset + 14, len(content) - 2), rng)
