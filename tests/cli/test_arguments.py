@@ -23,7 +23,12 @@ def test_flags_work_with_hyphens():
     options = parse_arguments(
         ["image", "--image-dir", "a", "--output-dir", "b", "--dry-run", "--max-images", "3"]
     )
-    assert (options.image_dir, options.output_dir, options.dry_run, options.max_images) == ("a", "b", True, 3)
+    assert (options.image_dir, options.output_dir, options.dry_run, options.max_images) == (
+        ["a"],
+        "b",
+        True,
+        3,
+    )
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -88,7 +93,24 @@ def test_help_names_every_default(capsys, command):
         (["verify", "y", "--devices", "cpu"], "--devices has no effect without --decode"),
         ([*VIDEO, "--height", "64"], "--height and --width go together"),
         ([*VIDEO, "--height", "64", "--width", "64", "--max_pixels", "9"], "fix the size"),
-        (VIDEO, "holds no media; looked for files ending in avi, mkv"),
+        (VIDEO, "holds no videos; it and its subfolders have 9 .jpg files"),
+        (["image", *ON_EXAMPLES, EXAMPLES], "are the same folder"),
+        (["image", *ON_EXAMPLES, EXAMPLES / "home"], "contain each other"),
+        (["image", *ON_EXAMPLES, "missing"], "missing does not exist"),
+        (["image", *ON_EXAMPLES, "--repeats", "1", "2"], "repeats has 2 numbers for 1 folder"),
+        (["image", *ON_EXAMPLES, "--repeats", "0"], "repeats is 0; it must be at least 1"),
+        (["image", *ON_EXAMPLES, "--min_pixels", "0"], "min_pixels is 0"),
+        (["image", *ON_EXAMPLES, "--min_side", "-1"], "min_side is -1"),
+        (["image", *ON_EXAMPLES, "--max_upscale", "0.5"], "max_upscale is 0.5; it must be at least 1"),
+        (["image", *ON_EXAMPLES, "--max_upscale", "nan"], "max_upscale is nan"),
+        (["image", *ON_EXAMPLES, "--max_crop", "20"], "max_crop is 20; it is a share of the picture"),
+        ([*VIDEO, "--max_crop", "0.2", "--no_center_crop"], "max_crop has no effect if nothing is cropped"),
+        (["image", *ON_EXAMPLES, "--bucket_step", "20"], "a multiple of 8; the nearest are 16 and 24"),
+        (["image", *ON_EXAMPLES, "--bucket_step", "0"], "bucket_step is 0"),
+        (["image", *ON_EXAMPLES, "--aspect_ratios", "4x3"], "'4x3' is not an aspect ratio"),
+        (["image", *ON_EXAMPLES, "--aspect_ratios", "1:0"], "'1:0' is not an aspect ratio"),
+        (["image", *ON_EXAMPLES, "--aspect_ratios", "99:1"], "the aspect ratio 99:1 does not fit"),
+        ([*VIDEO, "--height", "64", "--width", "64", "--bucket_step", "64"], "bucket_step has no effect"),
         ([*VIDEO, "--processor", "flux"], "encodes images, not videos"),
         (["verify", "missing"], "no folder"),
     ],

@@ -77,7 +77,7 @@ def test_too_many_failures_in_a_row_stop_the_run(photos, tmp_path, recipe):
     ("change", "error", "says"),
     [
         ({"image_dir": "missing"}, ConfigError, "missing does not exist"),
-        ({"image_dir": "empty"}, ConfigError, "holds no media"),
+        ({"image_dir": "empty"}, ConfigError, "holds no images"),
         ({"image_dir": "file"}, ConfigError, "is a file, not a folder"),
         ({"output_dir": "file/cache"}, RunError, "cannot write to"),
         ({"batch_size": 0}, ConfigError, "batch_size is 0"),

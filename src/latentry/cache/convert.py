@@ -25,7 +25,6 @@ from latentry.cache.format import (
     TASK_SIZE,
     CacheMetadata,
     Row,
-    file_name,
     recipe_fingerprint,
     row_from_dict,
 )
@@ -115,14 +114,20 @@ def convert_cache(
                         writer.add(*old.sample(number))
                     writer.finish()
                     workspace.commit(Commit(task_id, tuple(writer.rows()), ()))
-                positions = [old.position(number) for number in numbers]
-                numbered += zip(positions, workspace.committed_rows([task_id]), strict=True)
+                for number, row in zip(numbers, workspace.committed_rows([task_id]), strict=True):
+                    numbered += [
+                        (old.position(again), msgspec.structs.replace(row, repeat=repeat))
+                        for repeat, again in enumerate(old.repeats_of(number))
+                    ]
                 on_progress(len(numbered), len(old))
         rows = [row for _, row in sorted(numbered, key=lambda pair: pair[0])]
         workspace.finish(rows, read_failures(source), old.shard_size, old.new_metadata())
     size = sum(path.stat().st_size for path in output.rglob("*") if path.is_file())
     return ConvertResult(
-        output_dir=output, output_format=output_format, num_samples=len(rows), size_bytes=size
+        output_dir=output,
+        output_format=output_format,
+        num_samples=sum(row.repeat == 0 for row in rows),
+        size_bytes=size,
     )
 
 
@@ -149,15 +154,17 @@ class _OldCache:
         recorded = self._metadata.shard_size
         self.shard_size = recorded if recorded and recorded > 0 else _DEFAULT_SHARD_SIZE
         self._rows = open_rows(cache_dir, self._index)
+        self._repeats = _repeats(self._rows)
+        self._repeated = {number for numbers in self._repeats.values() for number in numbers[1:]}
 
     def __len__(self) -> int:
         return len(self._index)
 
     def tasks(self) -> Iterator[tuple[str, Bucket, list[int]]]:
-        """(task id, bucket, row numbers): rows of one bucket, as many as fill a shard."""
+        """(task id, bucket, row numbers): rows of one bucket, as many as fill a shard, each sample once."""
         groups: Sequence[Iterable[int]] = self._index.rows_by_bucket()
         for key, numbers in zip(self._index.bucket_keys, groups, strict=True):
-            rows = [int(number) for number in numbers]
+            rows = [int(number) for number in numbers if int(number) not in self._repeated]
             size = TASK_SIZE
             if self._output_format == PACKED:
                 size = max(1, TARGET_SHARD_BYTES // _latent_bytes(self._samples.load(rows[0])))
@@ -167,6 +174,10 @@ class _OldCache:
                 task_id = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
                 yield task_id, key.bucket, part
 
+    def repeats_of(self, number: int) -> Sequence[int]:
+        """All rows of the sample with this row, which is the first of them."""
+        return self._repeats.get(number, (number,))
+
     def check_names(self) -> None:
         """Raise an error if two samples would get the same file."""
         if self._output_format == PACKED:
@@ -174,10 +185,11 @@ class _OldCache:
         seen: dict[tuple[str, str], str] = {}
         for number in range(len(self)):
             name = self._name(number)
+            file = name if isinstance(self._index, PackedIndex) else self._index.relative_file(number)
             new_file = (self._index.bucket(number).folder, Path(name).stem)
-            if seen.setdefault(new_file, name) != name:
+            if seen.setdefault(new_file, file) != file:
                 raise ConfigError(
-                    f"{'/'.join(new_file)} would be the file of two samples, {seen[new_file]} and {name}; rename "
+                    f"{'/'.join(new_file)} would be the file of two samples, {seen[new_file]} and {file}; rename "
                     "one, or convert to packed"
                 )
 
@@ -203,7 +215,7 @@ class _OldCache:
     def _name(self, number: int) -> str:
         if isinstance(self._index, PackedIndex):
             return self._index.entry(number).name
-        return file_name(self._index.relative_file(number))
+        return self._index.name(number)
 
     def position(self, number: int) -> int:
         """The sample's position in the order of rows."""
@@ -218,6 +230,20 @@ class _OldCache:
                 metadata, recipe=recipe, fingerprint=recipe_fingerprint(recipe)
             )
         return metadata
+
+
+def _repeats(rows: Sequence[dict[str, Any]]) -> dict[int, list[int]]:
+    """First row to all rows of a sample, in order, for samples that an epoch has several times."""
+    repeated = {row.get("sample_name") for row in rows if row.get("repeat")}
+    if not repeated:
+        return {}
+    first: dict[Any, int] = {}
+    found: dict[int, list[int]] = {}
+    for number, row in enumerate(rows):
+        name = row.get("sample_name")
+        if name in repeated:
+            found.setdefault(first.setdefault(name, number), []).append(number)
+    return found
 
 
 def _problem(key: Any, value: Any, output_format: str) -> str | None:

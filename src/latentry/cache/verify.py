@@ -26,6 +26,7 @@ from latentry.counted import counted
 from latentry.errors import CacheError, MediaError
 from latentry.storage import content_digest
 
+_CACHE_FILE_SUFFIXES = (".meta", ".pt", ".safetensors")
 LoadedSample = Mapping[str, Any]
 """What a cache file holds."""
 Compare = Callable[[Row, LoadedSample], float]
@@ -96,9 +97,16 @@ def check_cache(
     checker = _Checker(cache_dir, index, frame_step)
     problems: list[Problem] = []
     psnr: dict[str, float] = {}
+    checked: set[str] = set()
+    num_repeats = 0
     for number, written in enumerate(open_rows(cache_dir, index)):
         name = checker.name(number)
         row = row_from_dict(written)
+        if row.repeat and name in checked:
+            num_repeats += 1
+            on_progress(number + 1, len(index))
+            continue
+        checked.add(name)
         found = list(checker.problems(number, row, written))
         if compare is not None and not found:
             try:
@@ -109,7 +117,12 @@ def check_cache(
         on_progress(number + 1, len(index))
     problems += checker.unusual_tensors()
     problems += checker.unlisted_files()
-    return VerifyResult(cache_dir=cache_dir, num_samples=len(index), problems=tuple(problems), psnr_db=psnr)
+    return VerifyResult(
+        cache_dir=cache_dir,
+        num_samples=len(index) - num_repeats,
+        problems=tuple(problems),
+        psnr_db=psnr,
+    )
 
 
 class _Checker:
@@ -193,10 +206,13 @@ class _Checker:
                     yield Problem(name, f"{key} is {found}, but {usual} in the cache's other files")
 
     def unlisted_files(self) -> Iterator[Problem]:
-        """Files in bucket folders that no row names."""
-        for path in sorted(self._cache_dir.glob("*x*/*")):
+        """Cache files that no row names, in bucket folders and in the folders of listed files."""
+        folders = {path.parent for path in self._cache_dir.glob("*x*/*")}
+        folders |= {(self._cache_dir / file).parent for file in self._listed}
+        for path in sorted(path for folder in folders if folder.is_dir() for path in folder.iterdir()):
             relative = path.relative_to(self._cache_dir).as_posix()
-            if path.is_file() and relative not in self._listed:
+            is_cache_file = path.parent != self._cache_dir or path.suffix in _CACHE_FILE_SUFFIXES
+            if path.is_file() and is_cache_file and relative not in self._listed:
                 yield Problem(relative, "is in no row of the metadata")
 
 

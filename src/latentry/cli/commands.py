@@ -27,9 +27,10 @@ from latentry.report.progress import progress_display
 from latentry.types import ProcessorInfo
 
 
-def run_command(arguments: Sequence[str] | None, prog: str = "latentry") -> int:
+def run_command(arguments: Sequence[str] | None, prog: str = "latentry", *, whole_clips: bool = False) -> int:
     """Parse the arguments and run the command they name."""
     options = parse_arguments(arguments, prog)
+    options.whole_clips = whole_clips
     try:
         return _COMMANDS[options.command](options)
     except (ConfigError, RunError) as error:
@@ -133,19 +134,21 @@ def _demo(options: argparse.Namespace) -> int:
 
 
 def _processors(options: argparse.Namespace) -> int:
-    from latentry.processors import PROCESSORS, processor_class
+    from latentry.processors import ALIASES, PROCESSORS, processor_class
 
-    header = ("name", "media", "space", "time", "frames", "quantum", "default model name", "model")
-    rows = [header, *(_row(processor_class(name).info) for name in PROCESSORS)]
+    aliases = {name: [alias for alias, of in ALIASES.items() if of == name] for name in PROCESSORS}
+    header = ("name", "aliases", "media", "space", "time", "frames", "quantum", "default model name", "model")
+    rows = [header, *(_row(processor_class(name).info, aliases[name]) for name in PROCESSORS)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
     return 0
 
 
-def _row(info: ProcessorInfo) -> tuple[str, ...]:
+def _row(info: ProcessorInfo, aliases: Sequence[str]) -> tuple[str, ...]:
     return (
         info.name,
+        ", ".join(aliases) or "-",
         "/".join(info.media),
         f"{info.spatial_factor}x",
         f"{info.temporal_factor}x",

@@ -26,9 +26,11 @@ from latentry.cache.format import PACKED, TASK_SIZE, Row
 from latentry.cache.write.commits import Checkpoint
 from latentry.cache.write.shards import TARGET_SHARD_BYTES
 from latentry.encode.recipe import ResolvedRecipe
+from latentry.encode.repeats import Repeats
+from latentry.encode.sizes import SizeRules, SizeSummary
 from latentry.errors import MediaError
 from latentry.media.reader import MediaReader, ProbeResult
-from latentry.sources.captions import CaptionFinder
+from latentry.sources.caption_folders import CaptionFolders
 from latentry.sources.folder import SourceFolders
 from latentry.storage import content_digest
 from latentry.types import (
@@ -37,6 +39,7 @@ from latentry.types import (
     Failure,
     PlannedSample,
     ProcessorInfo,
+    SizeChange,
     SourceFile,
     Task,
 )
@@ -56,14 +59,18 @@ class Plan:
     """Sample name to row, for samples that the cache holds unchanged."""
     skipped: tuple[Failure, ...]
     """Inputs whose headers already show that they cannot be encoded."""
-    files: frozenset[str]
-    """The names of all inputs."""
     vanished: tuple[str, ...]
     """Samples of the cache whose input no longer exists."""
+    kept: Mapping[str, Row] = field(default_factory=dict)
+    """Samples of the cache whose input exists but is not part of this run, by name. They stay in the cache."""
     left_out: tuple[Failure, ...] = ()
     """Inputs that the user's own rules leave out, such as a size limit. They are not failures."""
     notes: Counter[str] = field(default_factory=Counter)
     """What the headers say about how inputs are read, with the number of inputs for each text."""
+    size_changes: Mapping[Bucket, SizeChange] = field(default_factory=dict)
+    """The mean change of the samples of each bucket, where their original size is known."""
+    warnings: tuple[str, ...] = ()
+    """What the user should look at before training."""
     captions: Counter[str] = field(default_factory=Counter)
     caption_problems: Mapping[str, str] = field(default_factory=dict)
 
@@ -71,19 +78,23 @@ class Plan:
     def num_to_encode(self) -> int:
         return sum(len(task.samples) - task.num_finished for task in self.tasks)
 
-    def buckets(self) -> dict[Bucket, int]:
-        """Samples per bucket after the run, smallest bucket first."""
-        planned = Counter({task.bucket: 0 for task in self.tasks})
+    def buckets(self, repeats: Repeats | None = None) -> dict[Bucket, int]:
+        """Samples per bucket after the run, smallest bucket first; with ``repeats``, as often as an epoch has them."""
+        counts: Counter[Bucket] = Counter()
         for task in self.tasks:
-            planned[task.bucket] += len(task.samples) - task.num_finished
-        return count_buckets(self.done.values(), planned)
+            for sample in task.samples[task.num_finished :]:
+                counts[task.bucket] += repeats.number(sample.file.name) if repeats else 1
+        for row in (*self.done.values(), *self.kept.values()):
+            counts[row.bucket] += repeats.number(row.source_name, row.repeat + 1) if repeats else 1
+        return _sorted_buckets(counts)
 
 
-def count_buckets(rows: Iterable[Row], more: Mapping[Bucket, int] | None = None) -> dict[Bucket, int]:
-    """Rows per bucket, smallest bucket first; ``more`` is added."""
-    counts: Counter[Bucket] = Counter(more or {})
-    for row in rows:
-        counts[row.bucket] += 1
+def count_buckets(rows: Iterable[Row]) -> dict[Bucket, int]:
+    """Rows per bucket, smallest bucket first."""
+    return _sorted_buckets(Counter(row.bucket for row in rows))
+
+
+def _sorted_buckets(counts: Mapping[Bucket, int]) -> dict[Bucket, int]:
     return dict(sorted(counts.items(), key=lambda item: _bucket_rank(item[0])))
 
 
@@ -92,10 +103,11 @@ def make_plan(
     source: SourceFolders,
     reader: MediaReader,
     choose_buckets: BucketChooser,
-    finder: CaptionFinder,
+    finder: CaptionFolders,
     *,
     known: Mapping[str, Row],
-    checkpoints: Iterable[Checkpoint] = (),
+    checkpoints: Sequence[Checkpoint] = (),
+    sizes: SizeRules = SizeRules(),  # noqa: B008 - frozen
     task_size: Callable[[Bucket], int] = lambda _: TASK_SIZE,
     unreadable: Sequence[Failure] = (),
     failed_before: Iterable[str] = (),
@@ -106,6 +118,10 @@ def make_plan(
 
     ``on_progress`` gets the number of files that are planned, of all files, and of those that failed.
     """
+    names = {file.name for file in files}
+    all_rows = {row.sample_name: row for checkpoint in checkpoints for row in checkpoint.rows} | dict(known)
+    elsewhere = {name: row for name, row in all_rows.items() if row.source_name not in names}
+    kept = {name: row for name, row in elsewhere.items() if source.path(row.source_name).exists()}
     if not keep_damaged:
         known = {name: row for name, row in known.items() if not row.damage}
         checkpoints = [_without_damage(checkpoint) for checkpoint in checkpoints]
@@ -113,6 +129,7 @@ def make_plan(
     for name, row in known.items():
         known_of_file[row.source_name].append(name)
     done: dict[str, Row] = {}
+    left_out: list[Failure] = []
     changed: list[tuple[SourceFile, Caption]] = []
     unnameable = []
     for file in files:
@@ -124,7 +141,10 @@ def make_plan(
         caption = finder.find(file.name)
         rows = {name: known[name] for name in known_of_file[file.name]}
         if rows and all(_is_unchanged(row, len(rows), caption, file, source) for row in rows.values()):
-            done |= rows
+            if broken := _rule_broken_by(rows.values(), sizes):
+                left_out.append(Failure(file.name, broken))
+            else:
+                done |= rows
         else:
             changed.append((file, caption))
     num_files, num_failed = len(files) + len(unreadable), len(unreadable) + len(unnameable)
@@ -141,24 +161,33 @@ def make_plan(
     to_encode = []
     for sample in samples:
         held = known.get(sample.name)
-        if held is not None and _is_unchanged(held, None, sample.caption, sample.file, source):
+        if broken := sizes.broken_by((sample.width, sample.height), sample.bucket):
+            if sample.number == 0:
+                left_out.append(Failure(sample.file.name, broken))
+        elif held is not None and _is_unchanged(held, None, sample.caption, sample.file, source):
             done[sample.name] = held
         else:
             to_encode.append(sample)
-    names = {file.name for file in files}
-    cut = _cut(to_encode, frozenset(failed_before), task_size)
-    tasks, stored = _continued(cut, checkpoints, source, task_size)
+    tasks, stored = _continued(
+        _cut(to_encode, frozenset(failed_before), task_size), checkpoints, source, task_size
+    )
     done |= stored
+    summary = SizeSummary(sizes)
+    for task in tasks:
+        for sample in task.samples[task.num_finished :]:
+            summary.add(sample.file.name, (sample.width, sample.height), sample.bucket)
+    for row in done.values():
+        if row.original_resolution is not None:
+            summary.add(row.source_name, row.original_resolution, row.bucket)
     return Plan(
         tasks=tuple(tasks),
         done=done,
         skipped=(*unreadable, *unnameable, *skipped),
-        files=frozenset(names),
-        vanished=tuple(
-            name
-            for name, row in known.items()
-            if row.source_name not in names and not source.path(row.source_name).exists()
-        ),
+        vanished=tuple(name for name in elsewhere if name not in kept),
+        kept=kept,
+        left_out=tuple(sorted(left_out, key=lambda failure: failure.name)),
+        size_changes=summary.means(),
+        warnings=summary.warnings(),
         notes=notes,
         captions=finder.counts,
         caption_problems=finder.problems,
@@ -183,7 +212,7 @@ def _is_unchanged(
     """
     if row.prompt != caption.text or row.source_bytes != file.size_bytes:
         return False
-    if num_known is not None and (row.total_frames_extracted or 1) != num_known:
+    if num_known is not None and row.num_samples != num_known:
         return False
     if row.source_modified_ns == file.modified_ns:
         return True
@@ -191,6 +220,16 @@ def _is_unchanged(
         return row.source_digest == content_digest(source.path(file.name))
     except OSError:
         return False
+
+
+def _rule_broken_by(rows: Iterable[Row], sizes: SizeRules) -> str | None:
+    """Why an input that the cache holds is left out of this run; None if it is not."""
+    for row in rows:
+        if row.original_resolution is not None and (
+            broken := sizes.broken_by(row.original_resolution, row.bucket)
+        ):
+            return broken
+    return None
 
 
 # ---- headers and buckets --------------------------------------------------------------------
@@ -204,7 +243,9 @@ def bucket_chooser(recipe: ResolvedRecipe) -> BucketChooser:
     if recipe.size is not None:
         fixed: tuple[int | None, tuple[int, int]] = (None, recipe.size)
         return lambda sizes: [fixed] * len(sizes)
-    calculator = MultiTierBucketCalculator(recipe.quantization, recipe.max_pixels)
+    calculator = MultiTierBucketCalculator(
+        recipe.quantization, recipe.max_pixels, aspect_ratios=recipe.aspect_ratios
+    )
 
     def choose(sizes: Sequence[tuple[int, int]]) -> list[tuple[int | None, tuple[int, int]]]:
         table = np.array(sizes, dtype=np.int64).reshape(-1, 2)
@@ -256,12 +297,13 @@ def _probe(
             width=probed.width,
             height=probed.height,
             bucket_id=bucket_id,
-            bucket=Bucket(*resolution, probed.num_frames),
+            bucket=Bucket(*resolution, window.num_frames if window else probed.num_frames),
             number=number,
             num_samples=probed.num_samples,
+            window=window,
         )
         for (file, caption, probed), (bucket_id, resolution) in zip(readable, buckets, strict=True)
-        for number in range(probed.num_samples)
+        for number, window in enumerate(probed.windows or [None] * probed.num_samples)
     ]
     return samples, skipped, Counter(note for *_, probed in readable for note in probed.notes)
 

@@ -18,9 +18,11 @@ from latentry.errors import MediaError, RunError
 from latentry.media.reader import Crop
 from latentry.seeds import derived_seed
 from latentry.sources.folder import SourceFolders
-from latentry.types import PlannedSample
+from latentry.types import Bucket, PlannedSample
 
 _MAX_BYTES_AHEAD = 1 << 32
+_MAX_BYTES_PER_READ = 1 << 29
+"""Samples of one file are decoded together, up to this size: a film may give hundreds of clips."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +48,11 @@ OnFailure = Callable[[RunningTask, Sequence[PlannedSample], str], None]
 
 DAMAGED = ("skip", "keep", "error")
 """What to do with damaged inputs: report them as failures, encode them all the same, or stop the run."""
+
+
+def _num_bytes(bucket: Bucket) -> int:
+    """Bytes of a sample's pixels."""
+    return 3 * bucket.pixels * (bucket.num_frames or 1)
 
 
 class ReadAhead:
@@ -122,8 +129,7 @@ class ReadAhead:
 
         At first only two batches: the device waits for the first one, and decoding more clips beside it delays it.
         """
-        width, height, num_frames = running.task.bucket
-        fitting = _MAX_BYTES_AHEAD // (3 * width * height * (num_frames or 1))
+        fitting = _MAX_BYTES_AHEAD // _num_bytes(running.task.bucket)
         return max(2, min(2 * running.batch_size + min(num_decoded, self._num_threads), fitting))
 
     def _pending_files(self, tasks: Iterable[RunningTask]) -> Iterator[_PendingFile]:
@@ -132,7 +138,10 @@ class ReadAhead:
             to_do = running.task.samples[running.task.num_finished :]
             for _, group in groupby(to_do, key=lambda sample: sample.file):
                 samples = tuple(group)
-                yield _PendingFile(running, samples, self._pool.submit(self._decode, samples))
+                size = max(1, _MAX_BYTES_PER_READ // _num_bytes(running.task.bucket))
+                for start in range(0, len(samples), size):
+                    part = samples[start : start + size]
+                    yield _PendingFile(running, part, self._pool.submit(self._decode, part))
             yield _PendingFile(running, (), None)
 
     def _decode(self, samples: Sequence[PlannedSample]) -> list[DecodedSample | str] | str:
@@ -154,7 +163,9 @@ class ReadAhead:
             media = self._reader.load(path)
             crops = self._reader.read(media, samples, derived_seed(self._recipe.seed, "crop", file.name))
             return [
-                f"is damaged: {crop.damage}"
+                crop
+                if isinstance(crop, str)
+                else f"is damaged: {crop.damage}"
                 if crop.damage and self._damaged != "keep"
                 else DecodedSample(sample, crop, media.digest)
                 for sample, crop in zip(samples, crops, strict=True)

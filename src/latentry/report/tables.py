@@ -22,6 +22,7 @@ _TEXT_WIDTH = 100
 def render(result: PrepareResult) -> RenderableType:
     """The buckets, the totals, where captions were found, and the failures of a run."""
     parts: list[RenderableType] = [_bucket_table(result), Text(_totals(result))]
+    parts += [Text(f"warning: {text}") for text in result.warnings]
     parts += [Text(text) for text in result.unknown]
     parts += [Text(f"{counted(count, 'input')}: {note}") for note, count in result.notes.items()]
     if result.ignored:
@@ -57,20 +58,31 @@ def to_text(result: PrepareResult) -> str:
 
 
 def _bucket_table(result: PrepareResult) -> Table:
+    columns = [
+        ("bucket", [bucket.name for bucket in result.buckets]),
+        ("samples", [str(count) for count in result.buckets.values()]),
+    ]
+    if result.items and dict(result.items) != dict(result.buckets):
+        columns.append(("with repeats", [str(result.items[bucket]) for bucket in result.buckets]))
+    changes = [result.size_changes.get(bucket) for bucket in result.buckets]
+    if result.size_changes:
+        columns.append(
+            ("mean upscaling", [f"{change.upscale:.2f}x" if change else "-" for change in changes])
+        )
+        columns.append(("mean cropped", [f"{change.crop:.1%}" if change else "-" for change in changes]))
+    if any(change is not None and change.stretch > 1 for change in changes):
+        columns.append(("mean stretch", [f"{change.stretch:.2f}x" if change else "-" for change in changes]))
+    if result.psnr_db:
+        psnr_by_bucket: dict[Bucket, list[float]] = {}
+        for bucket, value in result.psnr_db.values():
+            psnr_by_bucket.setdefault(bucket, []).append(value)
+        means = {bucket: sum(values) / len(values) for bucket, values in psnr_by_bucket.items()}
+        columns.append(("mean PSNR", [f"{means[b]:.1f} dB" if b in means else "-" for b in result.buckets]))
     table = Table(title="plan" if result.dry_run else "cache", title_justify="left")
-    table.add_column("bucket")
-    table.add_column("samples", justify="right")
-    psnr_by_bucket: dict[Bucket, list[float]] = {}
-    for bucket, value in result.psnr_db.values():
-        psnr_by_bucket.setdefault(bucket, []).append(value)
-    if psnr_by_bucket:
-        table.add_column("mean PSNR", justify="right")
-    for bucket, count in result.buckets.items():
-        cells = [bucket.name, str(count)]
-        if psnr_by_bucket:
-            values = psnr_by_bucket.get(bucket)
-            cells.append(f"{sum(values) / len(values):.1f} dB" if values else "-")
-        table.add_row(*cells)
+    for number, (header, _) in enumerate(columns):
+        table.add_column(header, justify="right" if number else "left")
+    for row in zip(*(cells for _, cells in columns), strict=True):
+        table.add_row(*row)
     return table
 
 
@@ -85,6 +97,8 @@ def _totals(result: PrepareResult) -> str:
         parts.append(f"{len(result.left_out)} left out")
     if result.num_removed:
         parts.append(f"{result.num_removed} removed (source file deleted)")
+    if result.num_kept:
+        parts.append(f"{result.num_kept} kept (not among this run's inputs)")
     text = ", ".join(parts)
     if not result.dry_run:
         text += f"; {result.duration_s:.1f} s on {', '.join(result.devices)}"

@@ -1,29 +1,40 @@
 """The rows of a cache as a sequence of dictionaries.
 
-Training never does. Whole rows of ten million samples would take gigabytes, so each is read when it is asked for.
+Whole rows of ten million samples would take gigabytes, so each is read when it is asked for.
 """
 
 from __future__ import annotations
 
+import os
 from abc import abstractmethod
 from bisect import bisect_right
-from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, overload
 
-from latentry.cache.format import read_row_dicts, relative_path
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
 from latentry.cache.index.file_index import CacheIndex
 from latentry.cache.index.packed_index import PackedIndex
+from latentry.errors import CacheNotFoundError, MetadataError
+from latentry.storage import OpenFile, OpenFiles
+
+_ROW = msgspec.json.Decoder(dict[str, Any])
 
 
 class LazyRows(Sequence[dict[str, Any]]):
     """Rows that are read when they are asked for. ``cache_file`` is where the file is now."""
 
     @abstractmethod
+    def stored(self, position: int) -> dict[str, Any]:
+        """The row at this position, which exists, as it is written."""
+
+    @abstractmethod
     def _row(self, position: int) -> dict[str, Any]:
-        """The row at this position, which exists."""
+        """The row at this position, which exists, with the fields that say where the sample is now."""
 
     @overload
     def __getitem__(self, index: int) -> dict[str, Any]: ...
@@ -41,33 +52,41 @@ class LazyRows(Sequence[dict[str, Any]]):
 class MetadataRows(LazyRows):
     """The rows of a cache with one file per sample, read from its metadata shards.
 
-    The last few metadata shards stay in memory: reading in order is fast, random access is not.
+    Of each metadata shard that is used, only the positions of its rows are kept, 16 bytes a row. So every row costs one
+    small read, in any order. Several threads may read at once.
     """
 
-    _SHARDS_KEPT = 4
-
-    def __init__(self, cache_dir: Path, shards: Sequence[str], shard_lengths: Sequence[int]) -> None:
+    def __init__(self, cache_dir: Path, index: CacheIndex) -> None:
         self._cache_dir = cache_dir
-        self._shards = shards
-        self._ends = list(accumulate(shard_lengths))
-        self._kept: OrderedDict[int, list[dict[str, Any]]] = OrderedDict()
+        self._index = index
+        self._ends = list(accumulate(index.shard_lengths))
+        self._files = OpenFiles(cache_dir)
+        self._positions: dict[int, npt.NDArray[np.int64]] = {}
+        """For each metadata shard that was used, the start and the end of each row, in bytes."""
 
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0
 
-    def _row(self, position: int) -> dict[str, Any]:
-        shard = bisect_right(self._ends, position)
-        start = self._ends[shard - 1] if shard else 0
-        row = self._rows(shard)[position - start]
-        bucket = row.get("bucket_resolution") or row["crop_resolution"]
-        return {**row, "cache_file": str(self._cache_dir / relative_path(bucket, row["cache_file"]))}
+    def stored(self, position: int) -> dict[str, Any]:
+        number = bisect_right(self._ends, position)
+        shard = self._index.metadata.shards[number]
+        try:
+            file = self._files.get(shard)
+            positions = self._positions.get(number)
+            if positions is None:
+                positions = self._positions[number] = _row_positions(file)
+            start, end = positions[position - (self._ends[number - 1] if number else 0)].tolist()
+            return _ROW.decode(os.pread(file.descriptor, end - start, start))
+        except FileNotFoundError:
+            raise CacheNotFoundError(f"{self._cache_dir / shard} is missing; it was there before") from None
+        except (OSError, msgspec.MsgspecError, ValueError, IndexError) as error:
+            raise MetadataError(
+                f"{self._cache_dir / shard} was changed while it was in use ({error}); open the cache again"
+            ) from None
 
-    def _rows(self, shard: int) -> list[dict[str, Any]]:
-        if shard not in self._kept:
-            self._kept[shard] = read_row_dicts(self._cache_dir, self._shards[shard])
-            if len(self._kept) > self._SHARDS_KEPT:
-                self._kept.popitem(last=False)
-        return self._kept[shard]
+    def _row(self, position: int) -> dict[str, Any]:
+        file = self._index.relative_file(position)
+        return {**self.stored(position), "cache_file": str(self._cache_dir / file)}
 
 
 class PackedRows(LazyRows):
@@ -80,16 +99,31 @@ class PackedRows(LazyRows):
     def __len__(self) -> int:
         return len(self._index)
 
+    def stored(self, position: int) -> dict[str, Any]:
+        return self._index.row(position)
+
     def _row(self, position: int) -> dict[str, Any]:
         return {
-            **self._index.row(position),
+            **self.stored(position),
             "cache_file": str(self._cache_dir / self._index.relative_file(position)),
             "packed_row": position,
         }
+
+
+def _row_positions(file: OpenFile) -> npt.NDArray[np.int64]:
+    """The first byte of each row of a metadata shard, and the byte after its last one, as [rows,2]."""
+    content = file.read()
+    positions = []
+    end = 0
+    for row in msgspec.json.decode(content, type=list[msgspec.Raw]):
+        start = content.index(b"{", end)  # between rows there are only commas and white space
+        end = start + len(memoryview(row))
+        positions.append((start, end))
+    return np.array(positions, np.int64)
 
 
 def open_rows(cache_dir: Path, index: CacheIndex | PackedIndex) -> LazyRows:
     """The rows of the cache that an index lists."""
     if isinstance(index, PackedIndex):
         return PackedRows(cache_dir, index)
-    return MetadataRows(cache_dir, index.metadata.shards, index.shard_lengths)
+    return MetadataRows(cache_dir, index)

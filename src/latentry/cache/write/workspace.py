@@ -33,6 +33,7 @@ from latentry.cache.format import (
     row_from_dict,
 )
 from latentry.cache.index.packed_index import PackedIndex
+from latentry.cache.locator import FileLocator
 from latentry.cache.write.commits import Checkpoint, Commit, CommitLog, decode_json, write_text
 from latentry.cache.write.publishing import publish_metadata, read_failures, write_failures
 from latentry.errors import MetadataError, RunError
@@ -58,6 +59,8 @@ class Workspace:
         self._commits_folder = folder / _WORK / "commits"
         self._commits = CommitLog(self._commits_folder, run)
         self._folders = KnownFolders(folder)
+        self.locator = FileLocator(folder)
+        """Finds the files that rows name."""
         self._recipe = folder / _WORK / "recipe.json"
         self._overwriting = folder / _WORK / "overwriting"
 
@@ -133,12 +136,17 @@ class Workspace:
         return finished.recipe
 
     def rows(self, fingerprint: str) -> dict[str, Row]:
-        """All usable rows of this recipe by sample name: the finished cache's, then those of interrupted runs."""
+        """All usable rows of this recipe by sample name: the finished cache's, then those of interrupted runs.
+
+        If the finished cache repeats a sample, its ``repeat`` is that of the last row.
+        """
         rows: dict[str, Row] = {}
         finished = None if self._overwriting.exists() else self.finished()
         if finished is not None and finished.fingerprint == fingerprint:
             rows |= self._usable(self._finished_rows(finished))
-        return rows | self._usable(self._commits.rows())
+        for name, row in self._usable(self._commits.rows()).items():
+            rows[name] = msgspec.structs.replace(row, repeat=rows[name].repeat) if name in rows else row
+        return rows
 
     def _finished_rows(self, metadata: CacheMetadata) -> Iterator[Row]:
         if metadata.packed is not None:
@@ -161,12 +169,13 @@ class Workspace:
 
     def _files_in_place(self, row: Row, sizes: dict[str, int]) -> bool:
         """Whether the row's files exist and are large enough; ``sizes`` caches the sizes of files."""
-        for file in row.files:
+        files = row.files(self.locator)
+        for file in files:
             if file not in sizes:
                 path = self._folders.path_inside(file)
                 sizes[file] = os.path.getsize(path) if os.path.isfile(path) else -1
         if row.packed is None:
-            return sizes[row.files[0]] == row.file_bytes
+            return sizes[files[0]] == row.file_bytes
         return all(
             sizes[location.file] >= location.offset + location.num_bytes
             for location in row.packed.locations.values()
@@ -255,7 +264,7 @@ class Workspace:
     def remove_unused(self, rows: Iterable[Row]) -> None:
         """Remove temporary files, and cache files that no row names."""
         self.remove_drafts()
-        kept = {self.folder / file for row in rows for file in row.files}
+        kept = {self.folder / file for row in rows for file in row.files(self.locator)}
         for folder in self._bucket_folders():
             for path in folder.iterdir():
                 if _CACHE_FILE.fullmatch(path.name) and path not in kept:
