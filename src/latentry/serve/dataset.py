@@ -70,6 +70,8 @@ class BaseMultiresolutionDataset(Dataset[dict[str, Any]]):
         rows = self._load_metadata()
         if rows is not None and rows is not getattr(self, "_rows", None):
             self.metadata = rows
+        if not hasattr(self, "index"):
+            raise ConfigError(f"{type(self).__name__}._load_metadata returned no rows and assigned none")
         self._group_by_bucket()
 
     # ---- reading ----------------------------------------------------------------------------

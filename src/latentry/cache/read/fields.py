@@ -57,6 +57,11 @@ class FileFields:
         return frozenset([self.latents.name, *(field.name for field in self.text), *self.values])
 
     @cached_property
+    def known(self) -> frozenset[str]:
+        """All known fields, served or not."""
+        return self.names | self.unserved
+
+    @cached_property
     def unserved(self) -> frozenset[str]:
         """All known fields that are not served, and not read. Fields that are not known are served."""
         return (_PLAIN_VALUES | {*self.unserved_tensors}) - self.names
@@ -116,9 +121,14 @@ def with_row_values(contents: dict[str, Any], row: Mapping[str, Any], fields: Fi
         row: The sample's row.
         fields: Their plain values are added if the file lacks them.
     """
-    for name, value in row.items():
-        if value is not None and (name in fields.values or _is_plain(contents.get(name))):
+    for name in fields.values:
+        value = row.get(name)
+        if value is not None:
             contents[name] = value
+    if not contents.keys() <= fields.known:
+        for name in (contents.keys() - fields.known) & row.keys():
+            if row[name] is not None and _is_plain(contents[name]):
+                contents[name] = row[name]
     return contents
 
 

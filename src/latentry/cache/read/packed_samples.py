@@ -80,13 +80,17 @@ class PackedSamples:
         entries = [self._index.entry(number) for number in numbers]
         tensors = self._read_tensors(numbers, entries, fields.unserved, resources or ReadResources())
         values: dict[str, list[Any]] = {}
+        unserved = fields.unserved
         for i, (row, entry, number) in enumerate(zip(rows, entries, numbers, strict=True)):
             written = self._index.row(number)
             contents = entry.dictionary(written, {})
-            changed = written if isinstance(self._rows, LazyRows) else self._rows[row]
-            for name, value in with_row_values(contents, changed, fields).items():
-                if value is not None and name not in fields.unserved:
-                    values.setdefault(name, [None] * len(rows))[i] = value
+            given = written if isinstance(self._rows, LazyRows) else self._rows[row]
+            for name, value in with_row_values(contents, given, fields).items():
+                if name in unserved or value is None:
+                    continue
+                if name not in values:
+                    values[name] = [None] * len(rows)
+                values[name][i] = value
         folder = str(self._shards.cache_dir)
         values["cache_file"] = [
             f"{folder}/{entry.locations['latents'].file}" if "latents" in entry.locations else None
