@@ -35,34 +35,35 @@ def num_captions(values: Mapping[str, Any]) -> int:
     return len(prompts) if isinstance(prompts, (list, tuple)) and prompts else 1
 
 
-def drawn_caption(draw: int, file_name: str, repeat: int, num_captions: int) -> int:
+def drawn_caption(draw: int | None, file_name: str, row: Mapping[str, Any], num_captions: int) -> int:
     """Which caption of a sample is read: a pure function, the same for files and shards and on every machine.
 
     Args:
-        draw: A number for the whole epoch.
+        draw: A number for the whole epoch; None takes the first caption.
         file_name: The name of the sample's file, with or without its ending.
-        repeat: Which of the sample's rows it is, if an epoch has the sample several times.
+        row: The sample's row. Each of the rows of a repeated sample draws for itself.
         num_captions: How many captions the sample has.
     """
-    if num_captions == 1:
+    if draw is None or num_captions == 1:
         return 0
-    return derived_seed(draw, os.path.splitext(file_name)[0], repeat) % num_captions
+    return derived_seed(draw, os.path.splitext(file_name)[0], row.get("repeat", 0)) % num_captions
 
 
-def one_caption(data: Mapping[str, T], number: int) -> dict[str, T]:
-    """A sample's dictionary as if it had this caption only. Tensors of the others are left out.
+def one_caption(data: dict[str, T], number: int) -> dict[str, T]:
+    """A sample's dictionary as if it had this caption only.
 
     Args:
         data: What a cache file holds.
         number: The caption's number, from 0.
     """
-    keys = {key: split_caption_key(key) for key in data}
+    prompts: Any = data.get(PROMPTS)
+    if prompts is None:
+        return data
+    keys = {key: split_caption_key(key) for key in data if key != PROMPTS}
     numbered = {name for name, of in keys.values() if of}
     chosen = {}
     for key, (name, of) in keys.items():
         if of == number or (not of and name not in numbered):
             chosen[name] = data[key]
-    prompts: Any = data.get(PROMPTS)
-    if number and prompts is not None:
-        chosen["prompt"] = prompts[number]
+    chosen["prompt"] = prompts[number]
     return chosen

@@ -36,7 +36,7 @@ the same caption share, and what training does not read."""
 _FURTHER_CAPTION = re.compile(r"text_([1-9]\d{0,5})")
 """The part of a further caption. It has its own columns in the index. Its shard rows are in the shards of the part
 ``text``, with the same tensor names as those of first captions, so that equal captions share one."""
-_LATENT_FIELDS = frozenset({"latent", "video_latents", "image_embeds"})
+_LATENT_FIELDS = frozenset({"latent", "video_latents", "image_embeds", "audio_latents"})
 _FRAME_FIELDS = frozenset({"first_frame"})
 
 SAFETENSORS_DTYPES = {

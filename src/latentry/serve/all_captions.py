@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from latentry.cache.caption_keys import PROMPTS, caption_key, num_captions
-from latentry.cache.packed_format import part_of
 from latentry.cache.read.columns import Column, Columns
 from latentry.cache.read.fields import FileFields, TensorField
 from latentry.errors import CacheFileError
@@ -23,12 +22,24 @@ NUM_CAPTIONS = "num_captions"
 
 def fields_of_all_captions(fields: FileFields, max_captions: int) -> FileFields:
     """The fields that have to be read for samples with up to so many captions."""
-    numbered = [
-        TensorField(caption_key(field.name, number), field.num_dims, required=False)
-        for number in range(1, max_captions)
-        for field in fields.of_captions
-    ]
-    return replace(fields, text=(*fields.text, *numbered), values=(*fields.values, "prompt", PROMPTS))
+    further = range(1, max_captions)
+    return replace(
+        fields,
+        text=(
+            *fields.text,
+            *(
+                replace(field, name=caption_key(field.name, number), required=False)
+                for number in further
+                for field in fields.of_captions
+            ),
+        ),
+        values=tuple(dict.fromkeys((*fields.values, "prompt", PROMPTS))),
+        unserved_tensors=(
+            *fields.unserved_tensors,
+            *(caption_key(name, number) for number in further for name in fields.unserved_tensors),
+        ),
+        all_captions=True,
+    )
 
 
 def merge_captions(columns: Columns, read: Columns, fields: FileFields, max_captions: int) -> Columns:
@@ -49,8 +60,8 @@ def merge_captions(columns: Columns, read: Columns, fields: FileFields, max_capt
             merged[field.name] = _merged(columns, field.name, counts)
     numbered = {caption_key(name, number) for name in merged for number in range(1, max_captions)}
     tensors = {name: column for name, column in columns.tensors.items() if name not in numbered}
-    values = dict(columns.values)
-    if "prompt" in values:
+    values = {name: column for name, column in columns.values.items() if name != PROMPTS}
+    if "prompt" in fields.values:
         values["prompt"] = [list(_prompts(read, i)) for i in range(columns.num_samples)]
     tensors |= {**merged, NUM_CAPTIONS: torch.tensor(counts)}
     return Columns(columns.num_samples, tensors, values, columns.describe)
@@ -81,11 +92,12 @@ def _merged(columns: Columns, name: str, counts: Sequence[int]) -> list[torch.Te
     return found
 
 
-def padded(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The tensors with zeros at the end of each dimension, so that all have the same shape."""
-    shape = [max(sides) for sides in zip(*(tensor.shape for tensor in tensors), strict=True)]
+def padded(tensors: Sequence[torch.Tensor], dim: int | None = None) -> list[torch.Tensor]:
+    """The tensors with zeros at the end of one dimension, or of all, so that they have the same size there."""
+    sizes = [max(sides) for sides in zip(*(tensor.shape for tensor in tensors), strict=True)]
     result = []
     for tensor in tensors:
+        shape = [size if dim in (None, d) else tensor.shape[d] for d, size in enumerate(sizes)]
         if list(tensor.shape) != shape:
             larger = tensor.new_zeros(shape)
             larger[tuple(slice(side) for side in tensor.shape)] = tensor
@@ -94,17 +106,20 @@ def padded(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return result
 
 
-def pad_captions(columns: Columns) -> Columns:
+def pad_captions(columns: Columns, fields: Sequence[TensorField]) -> Columns:
     """A batch whose samples have the same number of captions, if it has all captions of its samples.
 
     Args:
         columns: Any batch.
+        fields: The fields of captions.
     """
     if NUM_CAPTIONS not in columns.tensors:
         return columns
     tensors = dict(columns.tensors)
-    for name, column in tensors.items():
-        present = [tensor for tensor in column if tensor is not None]
-        if not isinstance(column, torch.Tensor) and part_of(name) == "text" and len(present) == len(column):
-            tensors[name] = torch.stack(padded(present))
+    for field in fields:
+        column = tensors.get(field.name)
+        present = [] if column is None else [tensor for tensor in column if tensor is not None]
+        if column is not None and len(present) == len(column):
+            # Items of videos have a leading dimension of 1.
+            tensors[field.name] = list(padded(present, present[0].ndim - field.num_dims - 1))
     return Columns(columns.num_samples, tensors, columns.values, columns.describe)

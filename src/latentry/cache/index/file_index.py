@@ -74,20 +74,6 @@ class CacheIndex:
         counts = np.bincount(self.bucket_of_row, minlength=len(self.bucket_keys))
         return np.split(order, np.cumsum(counts)[:-1])
 
-    def repeat(self, row: int) -> int:
-        """0, and 1, 2 and so on in further rows of the same file: an epoch may have a sample several times."""
-        return int(self._repeats[row])
-
-    @cached_property
-    def _repeats(self) -> npt.NDArray[np.int64]:
-        """For each row, how many rows before it have the same file."""
-        files = self.names.dictionary_encode().indices.to_numpy()
-        order = np.argsort(files, kind="stable")
-        starts = np.flatnonzero(np.diff(files[order], prepend=-1))
-        repeats = np.empty(len(files), np.int64)
-        repeats[order] = np.arange(len(files)) - np.repeat(starts, np.diff(starts, append=len(files)))
-        return repeats
-
     @cached_property
     def fingerprint(self) -> str:
         """Identifies the files and their order, wherever the cache is."""

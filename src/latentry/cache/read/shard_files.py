@@ -75,21 +75,21 @@ class OpenShards:
 
 
 def row_buffers(
-    i: int, location: RowLocation, names: Collection[str], batch: BatchBuffers, caption: int = 0
+    i: int, location: RowLocation, unserved: Collection[str], batch: BatchBuffers, caption: int = 0
 ) -> list[Any]:
-    """Memory for all bytes of a shard row: in the batch for the tensors named, discarded for the others.
+    """Memory for all bytes of a shard row: in the batch for tensors that are served, discarded for the others.
 
     Args:
         i: The sample's number in the batch.
         location: The shard row.
-        names: The tensors to keep.
-        batch: Where they go.
-        caption: Keep the tensors under the names of this caption.
+        unserved: The tensors to discard.
+        batch: Where the others go.
+        caption: They get the names of this caption's tensors.
     """
     buffers: list[Any] = []
     for layout in location.tensors:
         size, name = layout.num_bytes, caption_key(layout.name, caption)
-        if name not in names:
+        if layout.name in unserved:
             buffers.append(bytearray(size))
             continue
         buffer = batch.buffer(i, name, layout.torch_dtype, layout.shape)

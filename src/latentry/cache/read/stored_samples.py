@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from latentry.cache.caption_keys import caption_key
 from latentry.cache.format import Row
 from latentry.cache.locator import FileLocator
 from latentry.cache.packed_format import caption_of_part
@@ -41,10 +40,10 @@ class StoredSamples:
         tensors: dict[str, torch.Tensor] = {}
         for part, location in row.packed.locations.items():
             buffers = BatchBuffers(1, BufferPool(pin_memory=False))
-            names = frozenset(layout.name for layout in location.tensors)
-            self._shards.fill(location, row_buffers(0, location, names, buffers))
+            memory = row_buffers(0, location, frozenset(), buffers, caption_of_part(part))
+            self._shards.fill(location, memory)
             for name, column in buffers.columns().items():
                 tensor = column[0]
                 assert tensor is not None, f"{name} was read"
-                tensors[caption_key(name, caption_of_part(part))] = tensor
+                tensors[name] = tensor
         return row.packed.dictionary(row.to_dict(), tensors)
