@@ -153,6 +153,19 @@ class Task:
     """How many of the first samples the checkpoint of an interrupted run has."""
 
 
+HUNYUAN = "hunyuan"
+
+
+def model_family(model_type: str) -> str:
+    """One name for what tools call differently: ``model_family("hunyuanvideo")`` is ``"hunyuan"``.
+
+    Args:
+        model_type: The ``model_type`` or the ``processor`` of a cache, or that of a loader.
+    """
+    name = model_type.lower()
+    return HUNYUAN if name.startswith(HUNYUAN) else name
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessorInfo:
     """What is known about a processor without loading its model."""

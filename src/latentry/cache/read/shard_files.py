@@ -73,12 +73,12 @@ class OpenShards:
             raise CacheFileError(f"{self.path(name)} cannot be read: {error.strerror}") from None
 
 
-def row_buffers(i: int, location: RowLocation, names: Collection[str], batch: BatchBuffers) -> list[Any]:
-    """Memory for all bytes of a shard row: in the batch for the tensors named, discarded for the others."""
+def row_buffers(i: int, location: RowLocation, unserved: Collection[str], batch: BatchBuffers) -> list[Any]:
+    """Memory for all bytes of a shard row: in the batch for tensors that are served, discarded for the others."""
     buffers: list[Any] = []
     for layout in location.tensors:
         size = layout.num_bytes
-        if layout.name not in names:
+        if layout.name in unserved:
             buffers.append(bytearray(size))
             continue
         buffer = batch.buffer(i, layout.name, layout.torch_dtype, layout.shape)
