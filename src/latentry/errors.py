@@ -5,11 +5,13 @@ situation, ours inherits from it too, so code that catches the built-in class ke
 
     LatentryError
     ├── ConfigError (ValueError)                     an argument, flag or YAML field has an invalid value
+    │   └── NoSuchBucketError (IndexError)           there is no bucket with this id
     ├── StateError (ValueError)                      a sampler or loader state is malformed or does not match
     ├── MediaError (ValueError)                      an image or video cannot be read
     ├── ModelError                                   a model's files are missing or unusable
     ├── MissingPackageError (ImportError)            an optional package is not installed
     ├── RunError                                     a run cannot start or continue
+    │   └── TooManyFailuresError                     too many inputs in a row failed
     └── CacheError                                   the files on disk are not a valid cache
         ├── CacheNotFoundError (FileNotFoundError)   there is no cache, or one of its files is missing
         ├── MetadataError (ValueError)               metadata.json or a metadata shard is invalid
@@ -23,6 +25,10 @@ class LatentryError(Exception):
 
 class ConfigError(LatentryError, ValueError):
     """An argument, flag or configuration field has an invalid value."""
+
+
+class NoSuchBucketError(ConfigError, IndexError):
+    """There is no bucket with this id."""
 
 
 class StateError(LatentryError, ValueError):
@@ -47,6 +53,10 @@ class MissingPackageError(LatentryError, ImportError):
 
 class RunError(LatentryError):
     """A run cannot start or continue: another run is active, the recipe differs, or a write fails."""
+
+
+class TooManyFailuresError(RunError):
+    """So many inputs in a row failed that the cause is probably not in the files."""
 
 
 class CacheError(LatentryError):

@@ -10,8 +10,9 @@ import errno
 import hashlib
 import os
 import stat
+import threading
 import uuid
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
@@ -27,6 +28,8 @@ _BLOCK_BYTES = 1 << 16
 _MAX_BUFFERS_PER_WRITE = 1024
 """The limit of ``writev`` on Linux."""
 _MAX_NAME_LENGTH = 4096
+_MAX_OPEN_FILES = 256
+_MAX_READ_BYTES = 1 << 28
 
 
 # ---- paths ----------------------------------------------------------------------------------
@@ -76,6 +79,48 @@ def open_regular(path: str | Path) -> int:
         os.close(descriptor)
         raise OSError(errno.EINVAL, "it is not a regular file")
     return descriptor
+
+
+class OpenFile:
+    """An open regular file that is closed when the last reference to it is gone."""
+
+    def __init__(self, path: Path) -> None:
+        self.descriptor = open_regular(path)
+        self.size_bytes = os.fstat(self.descriptor).st_size
+
+    def read(self) -> bytes:
+        """The whole content. Other threads may read the file at the same time."""
+        parts = []
+        position = 0
+        while part := os.pread(self.descriptor, _MAX_READ_BYTES, position):
+            parts.append(part)
+            position += len(part)
+        return b"".join(parts)
+
+    def __del__(self) -> None:
+        if hasattr(self, "descriptor"):
+            os.close(self.descriptor)
+
+
+class OpenFiles:
+    """Files of a folder that are opened on first use. The most recently used ones stay open. Threads may share it."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._files: OrderedDict[str, OpenFile] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def get(self, relative: str) -> OpenFile:
+        """The file of this name. A ``CacheError`` if it leads outside the folder, an ``OSError`` if it cannot be read."""
+        with self._lock:
+            file = self._files.get(relative)
+            if file is None:
+                file = self._files[relative] = OpenFile(path_inside(self._root, relative))
+                if len(self._files) > _MAX_OPEN_FILES:
+                    self._files.popitem(last=False)
+            else:
+                self._files.move_to_end(relative)
+            return file
 
 
 # ---- writing --------------------------------------------------------------------------------

@@ -149,6 +149,21 @@ class Task:
     samples: tuple[PlannedSample, ...]
     retry: bool = False
     """Whether these samples failed in an earlier run. Failing again does not count towards stopping the run."""
+    num_finished: int = 0
+    """How many of the first samples the checkpoint of an interrupted run has."""
+
+
+HUNYUAN = "hunyuan"
+
+
+def model_family(model_type: str) -> str:
+    """One name for what tools call differently: ``model_family("hunyuanvideo")`` is ``"hunyuan"``.
+
+    Args:
+        model_type: The ``model_type`` or the ``processor`` of a cache, or that of a loader.
+    """
+    name = model_type.lower()
+    return HUNYUAN if name.startswith(HUNYUAN) else name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,11 +13,10 @@ from latentry.cache.convert import convert_cache
 from latentry.cache.format import (
     CacheMetadata,
     Row,
-    file_name,
     read_metadata,
-    relative_path,
     row_from_dict,
 )
+from latentry.cache.locator import FileLocator
 from latentry.errors import MetadataError
 from latentry.serve.dataset import TextToImageDataset
 
@@ -74,11 +73,12 @@ def test_mistyped_fields_are_errors():
         _ = Row(cache_file="a.pt").bucket
 
 
-def test_a_file_is_found_by_bucket_and_name_alone():
-    assert relative_path((512, 256), "/another/machine/1x1/0a.pt") == "512x256/0a.pt"
-    assert file_name("C:\\caches\\512x256\\0a.pt") == "0a.pt"
-    row = row_from_dict({"cache_file": "/x/0a.pt", "crop_resolution": [512, 256]})
-    assert row.files == ("512x256/0a.pt",)
+def test_a_row_finds_its_file(tmp_path):
+    row = row_from_dict({"cache_file": "/x/part_a/0a.pt", "crop_resolution": [512, 256]})
+    assert row.files(FileLocator(tmp_path)) == ("512x256/0a.pt",)
+    (tmp_path / "part_a").mkdir()
+    (tmp_path / "part_a" / "0a.pt").touch()
+    assert row.files(FileLocator(tmp_path)) == ("part_a/0a.pt",)
 
 
 def test_unknown_keys_of_metadata_and_rows_survive_conversion(nemo_image_cache, tmp_path):

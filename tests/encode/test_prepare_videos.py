@@ -162,13 +162,13 @@ def test_older_frames_caches_count_from_0(clips, tmp_path):
     assert latentry.verify_cache(cache, decode=True).problems == ()
 
 
-def test_damaged_clip_counts_as_one_failure_in_a_row(clips, tmp_path, monkeypatch):
-    monkeypatch.setattr("latentry.encode.pipeline.MAX_FAILURES_IN_A_ROW", 3)
+def test_damaged_clip_counts_as_one_failure_in_a_row(clips, tmp_path):
     whole = make_counter_clip(clips / "broken.mkv", 60, size=(160, 96)).read_bytes()
     broken = bytearray(whole)
     broken[len(whole) // 3 : len(whole) // 3 * 2] = bytes(len(whole) // 3)
     (clips / "broken.mkv").write_bytes(broken)
-    result = prepare(tiny_recipe(mode="frames", num_frames=8), video_dir=clips, output_dir=tmp_path / "cache")
+    recipe = tiny_recipe(mode="frames", num_frames=8)
+    result = prepare(recipe, video_dir=clips, output_dir=tmp_path / "cache", max_failures=3)
     assert result.num_encoded >= 32
 
 

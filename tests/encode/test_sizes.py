@@ -133,6 +133,18 @@ def test_limits_apply_to_samples_that_are_already_there(pictures, tmp_path):
     assert prepare(SMALL, image_dir=pictures, output_dir=cache).num_encoded == 2, "and back"
 
 
+def test_limits_that_leave_nothing_are_an_error(pictures, tmp_path):
+    prepare(SMALL, image_dir=pictures, output_dir=tmp_path / "cache")
+    with pytest.raises(
+        RunError, match=r"every input is left out, such as fine.png, which has fewer than 9000000 pix"
+    ):
+        prepare(
+            Recipe(max_pixels=128 * 128, min_pixels=9_000_000),
+            image_dir=pictures, output_dir=tmp_path / "cache",
+        )  # fmt: skip
+    assert len(rows_of(tmp_path / "cache")) == 5, "the cache is as it was"
+
+
 def test_limits_of_clips_and_frames(tmp_path):
     from latentry import VideoOptions
 

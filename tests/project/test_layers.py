@@ -15,14 +15,16 @@ import latentry
 SOURCE = Path(latentry.__file__).parent
 
 LAYERS = [
-    "errors", "extras", "types", "seeds", "hardware", "storage", "crops", "buckets",
-    "cache.packed_format", "cache.format", "cache.torch_zip", "cache.index", "cache.read", "cache.latent_checks",
+    "errors", "counted", "extras", "types", "seeds", "hardware", "storage", "crops", "buckets",
+    "cache.packed_format", "cache.locator", "cache.format", "cache.torch_zip", "cache.index", "cache.read", "cache.latent_checks",
     "cache.write", "cache.convert", "cache.verify",
-    "serve.order", "serve.epoch_order", "serve.sampler_state", "serve.progress", "serve.sampler", "serve.collate",
+    "serve.row_numbers", "serve.order", "serve.epoch_order", "serve.sampler_state", "serve.progress", "serve.sampler",
+    "serve.stacking", "serve.collate",
     "serve.dataset", "serve.accelerate_hooks", "serve.loader", "serve.dataloader_build", "serve.shape_buckets",
     "serve.meta_files", "serve.mock", "serve.config", "serve.yaml_config",
-    "sources", "media", "processors.fused", "processors", "encode.recipe", "encode.plan", "encode.device",
-    "encode.caption_batches", "encode.read_ahead", "encode.batch_encoder", "encode.pipeline", "engines", "report",
+    "sources", "media", "processors.fused", "processors", "encode.sizes", "encode.recipe", "encode.repeats", "encode.plan",
+    "encode.device", "encode.caption_batches", "encode.running_task", "encode.read_ahead", "encode.batch_encoder",
+    "encode.pipeline", "engines", "report",
     "encode.decode_check", "encode.verify", "encode.prepare", "testing", "demo", "cli",
     "__main__", "_old_names",
 ]  # fmt: skip

@@ -25,7 +25,6 @@ from latentry.cache.format import (
     TASK_SIZE,
     CacheMetadata,
     Row,
-    file_name,
     recipe_fingerprint,
     row_from_dict,
 )
@@ -34,10 +33,12 @@ from latentry.cache.index.rows import open_rows
 from latentry.cache.packed_format import SAFETENSORS_DTYPES
 from latentry.cache.read.samples import Samples, open_samples
 from latentry.cache.write.commits import Commit
+from latentry.cache.write.publishing import read_failures
 from latentry.cache.write.sample_data import SampleData
 from latentry.cache.write.shards import TARGET_SHARD_BYTES
 from latentry.cache.write.task_writer import WriterThreads, task_writer
 from latentry.cache.write.workspace import Workspace
+from latentry.counted import counted
 from latentry.errors import CacheFileError, ConfigError, RunError
 from latentry.storage import content_digest
 from latentry.types import Bucket
@@ -57,9 +58,18 @@ class ConvertResult:
     num_samples: int
     size_bytes: int
 
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return {
+            "output_dir": str(self.output_dir),
+            "output_format": self.output_format,
+            "samples": self.num_samples,
+            "size_bytes": self.size_bytes,
+        }
+
     def __str__(self) -> str:
         return (
-            f"{self.num_samples} samples in {self.output_dir} ({self.output_format}, "
+            f"{counted(self.num_samples, 'sample')} in {self.output_dir} ({self.output_format}, "
             f"{self.size_bytes / 1e6:,.1f} MB)"
         )
 
@@ -111,7 +121,7 @@ def convert_cache(
                     ]
                 on_progress(len(numbered), len(old))
         rows = [row for _, row in sorted(numbered, key=lambda pair: pair[0])]
-        workspace.finish(rows, (), old.shard_size, old.new_metadata())
+        workspace.finish(rows, read_failures(source), old.shard_size, old.new_metadata())
     size = sum(path.stat().st_size for path in output.rglob("*") if path.is_file())
     return ConvertResult(
         output_dir=output,
@@ -175,10 +185,11 @@ class _OldCache:
         seen: dict[tuple[str, str], str] = {}
         for number in range(len(self)):
             name = self._name(number)
+            file = name if isinstance(self._index, PackedIndex) else self._index.relative_file(number)
             new_file = (self._index.bucket(number).folder, Path(name).stem)
-            if seen.setdefault(new_file, name) != name:
+            if seen.setdefault(new_file, file) != file:
                 raise ConfigError(
-                    f"{'/'.join(new_file)} would be the file of two samples, {seen[new_file]} and {name}; rename "
+                    f"{'/'.join(new_file)} would be the file of two samples, {seen[new_file]} and {file}; rename "
                     "one, or convert to packed"
                 )
 
@@ -204,7 +215,7 @@ class _OldCache:
     def _name(self, number: int) -> str:
         if isinstance(self._index, PackedIndex):
             return self._index.entry(number).name
-        return file_name(self._index.relative_file(number))
+        return self._index.name(number)
 
     def position(self, number: int) -> int:
         """The sample's position in the order of rows."""

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from latentry.cache.locator import FileLocator, split_path
 from latentry.cache.packed_format import PACKED_VERSION, PackedEntry, PackedHeader
 from latentry.errors import CacheNotFoundError, MetadataError
 from latentry.storage import path_inside
@@ -46,7 +47,7 @@ class IndexRow(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
     """
 
     cache_file: str
-    """Where the file was written. Only its last part is used: the cache may have been moved."""
+    """Where the file was written; ``FileLocator`` finds it where the cache is now."""
     bucket_resolution: tuple[int, int] | None = None
     crop_resolution: tuple[int, int] | None = None
     """What early image caches call ``bucket_resolution``."""
@@ -132,12 +133,11 @@ class Row(IndexRow, kw_only=True, omit_defaults=True):
         """The input's path on the machine that encoded it."""
         return self.image_path if self.image_path is not None else self.video_path
 
-    @property
-    def files(self) -> tuple[str, ...]:
-        """The files that hold the sample's data, relative to the cache."""
+    def files(self, locator: FileLocator) -> tuple[str, ...]:
+        """The files that hold the sample's data, relative to the cache of the locator."""
         if self.packed is not None:
             return tuple(location.file for location in self.packed.locations.values())
-        return (relative_path(self.bucket.resolution, self.cache_file),)
+        return (locator.relative_file(*split_path(self.cache_file), self.bucket.folder),)
 
     def to_dict(self) -> Json:
         """The row as it is written, its keys in the documented order."""
@@ -156,16 +156,6 @@ _ROW_KEYS = (
 def row_from_dict(data: Json) -> Row:
     """The typed row. Raises ``msgspec.ValidationError`` if a field that finding samples depends on is mistyped."""
     return _from_dict(data, Row, _ROW_KEYS)
-
-
-def relative_path(bucket: tuple[int, int], cache_file: str) -> str:
-    """Where a sample's file is, relative to the cache: by its bucket's folder and its name alone."""
-    return f"{bucket[0]}x{bucket[1]}/{file_name(cache_file)}"
-
-
-def file_name(path: str) -> str:
-    """The last part of a path, which may come from any operating system."""
-    return path.replace("\\", "/").rsplit("/", 1)[-1]
 
 
 def read_index_rows(cache_dir: Path, shard: str) -> list[IndexRow]:

@@ -28,7 +28,7 @@ copy five times slower between addresses whose offsets within a page differ by l
 PARTS = ("latents", "text", "frames")
 """The parts of a sample that are stored in separate shards: what every sample has for itself, what samples with
 the same caption share, and what training does not read."""
-_LATENT_FIELDS = frozenset({"latent", "video_latents", "image_embeds"})
+_LATENT_FIELDS = frozenset({"latent", "video_latents", "image_embeds", "audio_latents"})
 _FRAME_FIELDS = frozenset({"first_frame"})
 
 SAFETENSORS_DTYPES = {

@@ -20,11 +20,17 @@ from latentry.cache.format import Row, row_from_dict
 from latentry.cache.index import CacheIndex, PackedIndex, open_index
 from latentry.cache.index.rows import open_rows
 from latentry.cache.latent_checks import latent_problem
-from latentry.cache.read.fields import IMAGE_FIELDS, VIDEO_FIELDS, image_columns, video_columns
+from latentry.cache.read.checks import image_columns, video_columns
+from latentry.cache.read.fields import IMAGE_FIELDS, VIDEO_FIELDS
 from latentry.cache.read.samples import Samples, open_samples
+from latentry.cache.read.tiled_latents import TiledLatents
+from latentry.cache.read.warn_once import WarnOnce
+from latentry.counted import counted
 from latentry.errors import CacheError, MediaError
 from latentry.storage import content_digest
+from latentry.types import model_family
 
+_CACHE_FILE_SUFFIXES = (".meta", ".pt", ".safetensors")
 LoadedSample = Mapping[str, Any]
 """What a cache file holds."""
 Compare = Callable[[Row, LoadedSample], float]
@@ -70,7 +76,9 @@ class VerifyResult:
             worst = min(self.psnr_db, key=lambda name: self.psnr_db[name])
             mean = sum(self.psnr_db.values()) / len(self.psnr_db)
             lines.append(f"decoded: mean {mean:.1f} dB, worst {self.psnr_db[worst]:.1f} dB ({worst})")
-        lines.append(f"{self.num_samples} samples, {len(self.problems)} problems in {self.cache_dir}")
+        lines.append(
+            f"{counted(self.num_samples, 'sample')}, {counted(len(self.problems), 'problem')} in {self.cache_dir}"
+        )
         return "\n".join(lines)
 
 
@@ -130,6 +138,7 @@ class _Checker:
         self._frame_step = frame_step
         self._samples: Samples = open_samples(cache_dir, index)
         self._is_video = self._first_is_video()
+        self._tiles = TiledLatents.of_cache(cache_dir, index.metadata, WarnOnce())
         self._listed: set[str] = set()
         self._types: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
         """Tensor name to type to the files that have it."""
@@ -168,7 +177,7 @@ class _Checker:
                     yield f"{key} contains NaN or infinite values"
                 self._types[key][_type_of(key, value)].append(name)
         for key in ("prompt", "bucket_id", "num_frames", "model_type"):
-            if key in written and key in data and written[key] != data[key]:
+            if key in written and key in data and _differ(key, written[key], data[key]):
                 yield f"{key} is {data[key]!r}, but its row says {written[key]!r}"
         yield from self._frame_problems(data, row)
         if row.file_digest and row.file_digest != content_digest(self._cache_dir / name):
@@ -176,9 +185,11 @@ class _Checker:
 
     def _check_as_served(self, number: int) -> None:
         """Raise an error if a dataset could not serve the sample."""
-        fields = VIDEO_FIELDS if self._is_video else IMAGE_FIELDS
-        columns = self._samples.read([number], fields.names)
-        (video_columns if self._is_video else image_columns)(columns, [self._index.bucket(number)], fields)
+        buckets = [self._index.bucket(number)]
+        if self._is_video:
+            video_columns(self._samples.read([number], VIDEO_FIELDS), buckets, VIDEO_FIELDS, self._tiles)
+        else:
+            image_columns(self._samples.read([number], IMAGE_FIELDS), buckets, IMAGE_FIELDS)
 
     def _frame_problems(self, data: LoadedSample, row: Row) -> Iterator[str]:
         latents = data.get("video_latents")
@@ -202,15 +213,36 @@ class _Checker:
                     yield Problem(name, f"{key} is {found}, but {usual} in the cache's other files")
 
     def unlisted_files(self) -> Iterator[Problem]:
-        """Files in bucket folders that no row names."""
-        for path in sorted(self._cache_dir.glob("*x*/*")):
+        """Cache files that no row names, in bucket folders and in the folders of listed files."""
+        folders = {path.parent for path in self._cache_dir.glob("*x*/*")}
+        folders |= {(self._cache_dir / file).parent for file in self._listed}
+        for path in sorted(path for folder in folders if folder.is_dir() for path in folder.iterdir()):
             relative = path.relative_to(self._cache_dir).as_posix()
-            if path.is_file() and relative not in self._listed:
+            is_cache_file = path.parent != self._cache_dir or path.suffix in _CACHE_FILE_SUFFIXES
+            if path.is_file() and is_cache_file and relative not in self._listed:
                 yield Problem(relative, "is in no row of the metadata")
 
 
+def _differ(key: str, written: Any, stored: Any) -> bool:
+    if key == "model_type" and isinstance(written, str) and isinstance(stored, str):
+        return model_family(written) != model_family(stored)
+    return bool(written != stored)
+
+
+_LENGTH_DIMS = {
+    name: dim
+    for field in (*IMAGE_FIELDS.text, *VIDEO_FIELDS.text)
+    if field.padding is not None
+    for name, dim in ((field.name, field.padding.dim), (field.padding.mask, -1))
+}
+"""Tensors whose length may differ between samples, and the dimension in which it does."""
+
+
 def _type_of(key: str, tensor: torch.Tensor) -> str:
-    """The dtype, and the shape unless it depends on the bucket, which is checked elsewhere."""
+    """The dtype, and the shape without what may differ between samples."""
     if key in ("latent", "video_latents", "first_frame"):
         return f"{tensor.dtype}"
-    return f"{tensor.dtype} {list(tensor.shape)}"
+    shape: list[int | str] = list(tensor.shape)
+    if key in _LENGTH_DIMS and len(shape) >= -_LENGTH_DIMS[key]:
+        shape[_LENGTH_DIMS[key]] = "any"
+    return f"{tensor.dtype} [{', '.join(map(str, shape))}]"

@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None, prog: str = "latentry", *, whol
             print(f"{prog}: {error}", file=sys.stderr)
             return 1
         except KeyboardInterrupt:
-            message = "stopped: committed work is kept; rerun the same command to resume"
+            message = "stopped: finished work is kept; rerun the same command to resume"
             print(f"\n{prog}: {message}", file=sys.stderr)
             return 130
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import msgspec
@@ -17,17 +17,17 @@ from msgspec import UNSET
 
 from latentry.cache.format import CacheMetadata, Row
 from latentry.cache.read.shard_files import OpenShards
-from latentry.cache.write.commits import Commit
+from latentry.cache.write.commits import Checkpoint
 from latentry.cache.write.workspace import Workspace
-from latentry.encode.pipeline import Outcome
+from latentry.encode.pipeline import CHECKPOINT_INTERVAL_S, MAX_FAILURES, Outcome
 from latentry.encode.plan import Plan, bucket_chooser, count_buckets, make_plan, task_size_of
 from latentry.encode.read_ahead import DAMAGED
 from latentry.encode.recipe import Recipe, ResolvedRecipe, resolve_recipe
 from latentry.encode.repeats import Repeats
 from latentry.engines.local import Job, run_tasks
-from latentry.errors import CacheError, ConfigError, RunError
+from latentry.errors import CacheError, ConfigError, ModelError, RunError, TooManyFailuresError
 from latentry.hardware import find_devices
-from latentry.processors import processor_class
+from latentry.processors import Processor, processor_class
 from latentry.report.summary import PrepareResult
 from latentry.sources.caption_folders import CaptionFolders
 from latentry.sources.captions import CaptionFinder
@@ -66,6 +66,8 @@ def prepare(
     repeats: int | Sequence[int] | None = None,
     verify: bool = False,
     damaged: str = "skip",
+    max_failures: int = MAX_FAILURES,
+    checkpoint_interval_s: float = CHECKPOINT_INTERVAL_S,
     overwrite: bool = False,
     dry_run: bool = False,
     on_progress: OnProgress = lambda _: None,
@@ -92,13 +94,24 @@ def prepare(
             samples that are already there, and encode damaged ones again.
         damaged: What to do with inputs whose decoder reports damage: ``skip`` makes them failures, ``keep`` encodes
             what could be decoded and says so in their rows, ``error`` stops the run at the first one.
+        max_failures: Stop the run at this many failures in a row. With several devices, each counts its own. 0 removes
+            the limit.
+        checkpoint_interval_s: Make finished samples durable at least this often, in seconds. They are made durable
+            when the run stops, too.
         overwrite: Replace a cache that was made by another recipe.
-        dry_run: Only plan; write nothing.
+        dry_run: Only plan; write nothing. It needs no weights: what it cannot find out without them is in the
+            result's ``unknown``.
         on_progress: Called as inputs are planned and encoded.
     """
-    for name, value in (("batch_size", batch_size), ("shard_size", shard_size), ("max_files", max_files)):
-        if value is not None and value < 1:
-            raise ConfigError(f"{name} is {value}; it must be at least 1")
+    for name, value, least in (
+        ("batch_size", batch_size, 1),
+        ("shard_size", shard_size, 1),
+        ("max_files", max_files, 1),
+        ("max_failures", max_failures, 0),
+        ("checkpoint_interval_s", checkpoint_interval_s, 0),
+    ):
+        if value is not None and value < least:
+            raise ConfigError(f"{name} is {value}; it must be at least {least}")
     if damaged not in DAMAGED:
         raise ConfigError(f"unknown damaged {damaged!r}; choose one of {', '.join(DAMAGED)}")
     started = time.monotonic()
@@ -107,10 +120,11 @@ def prepare(
     output = Path(output_dir).expanduser().absolute()
     device_names = find_devices(devices)
     model_name = recipe.model_name or processor.info.default_model_name
+    weights, unknown = _weights(processor, model_name, Workspace(output), dry_run=dry_run)
     resolved = resolve_recipe(
         recipe,
         processor.info,
-        processor.weights_identity(model_name),
+        weights,
         on_gpu=all(name.startswith("cuda") for name in device_names),
     )
     repeated = Repeats.of(source, repeats)
@@ -120,9 +134,20 @@ def prepare(
         workspace = Workspace(output)
         if not overwrite:
             _check_recipe(workspace, resolved)
-        plan = inputs.plan(workspace, {} if overwrite else workspace.rows(resolved.fingerprint))
-        return _result(
-            plan, inputs, output, device_names, started, plan.buckets(), plan.buckets(repeated), dry_run=True
+        known = {} if overwrite else workspace.rows(resolved.fingerprint)
+        plan = inputs.plan(workspace, known, [] if overwrite else workspace.checkpoints())
+        return replace(
+            _result(
+                plan,
+                inputs,
+                output,
+                device_names,
+                started,
+                plan.buckets(),
+                plan.buckets(repeated),
+                dry_run=True,
+            ),
+            unknown=unknown,
         )
 
     with Workspace.opened(output) as workspace:
@@ -130,10 +155,15 @@ def prepare(
             _check_recipe(workspace, resolved)
         workspace.begin(resolved.recorded(), overwrite=overwrite)
         known = workspace.rows(resolved.fingerprint)
+        checkpoints = workspace.checkpoints()
         if verify:
             shards = OpenShards(output)
-            known = {name: row for name, row in known.items() if _is_intact(row, output, shards)}
-        plan = inputs.plan(workspace, known)
+            known = {name: row for name, row in known.items() if _is_intact(row, workspace, shards)}
+            checkpoints = [
+                replace(c, rows=tuple(row for row in c.rows if _is_intact(row, workspace, shards)))
+                for c in checkpoints
+            ]
+        plan = inputs.plan(workspace, known, checkpoints)
         watcher = _Watcher(plan, on_progress)
         job = Job(
             recipe=resolved,
@@ -144,10 +174,16 @@ def prepare(
             batch_size=batch_size,
             verify=verify,
             damaged=damaged,
+            max_failures=max_failures,
+            checkpoint_interval_s=checkpoint_interval_s,
         )
-        run_tasks(job, plan.tasks, device_names, watcher)
+        try:
+            run_tasks(job, plan.tasks, device_names, watcher)
+        except TooManyFailuresError:
+            workspace.record_failures([*plan.skipped, *watcher.failures])
+            raise
         encoded = {row.sample_name: row for row in workspace.committed_rows(task.id for task in plan.tasks)}
-        rows = repeated.expand(_rows_to_keep(plan, encoded, source, output))
+        rows = repeated.expand(_rows_to_keep(plan, encoded, source, workspace))
         failures = sorted([*plan.skipped, *watcher.failures], key=lambda failure: failure.name)
         workspace.finish(rows, failures, shard_size, _metadata(recipe, resolved, model_name, processor.info))
     buckets = count_buckets(row for row in rows if row.repeat == 0)
@@ -169,6 +205,22 @@ def _source_folders(
             f"a recipe for {media}s needs {media}_dir, the folder of the {media}s, and no other folder"
         )
     return SourceFolders.of([folders] if isinstance(folders, (str, os.PathLike)) else folders)
+
+
+def _weights(
+    processor: type[Processor], model_name: str, workspace: Workspace, *, dry_run: bool
+) -> tuple[str, tuple[str, ...]]:
+    """The identity of the weights, and what a dry run cannot know if they are not on this machine."""
+    if not dry_run:
+        return processor.weights_identity(model_name), ()
+    try:
+        return processor.weights_identity(model_name, download=False), ()
+    except ModelError:
+        unknown = f"the weights of {model_name} are not on this machine, so the plan does not check them"
+        recorded = workspace.recorded_recipe() or {}
+        if weights := recorded.get("weights"):
+            return str(weights), (f"{unknown}; it assumes that the cache was made with them",)
+        return "unknown", (unknown,)
 
 
 class _Inputs:
@@ -203,7 +255,7 @@ class _Inputs:
         """Files of the folders that were not taken, by ending. Known once captions were looked up."""
         return self._listing.ignored({file.name for file in self._files} | self._finder.files_read)
 
-    def plan(self, workspace: Workspace, known: Mapping[str, Row]) -> Plan:
+    def plan(self, workspace: Workspace, known: Mapping[str, Row], checkpoints: Sequence[Checkpoint]) -> Plan:
         plan = make_plan(
             self._files,
             self._source,
@@ -212,11 +264,12 @@ class _Inputs:
             self._finder,
             known=known,
             sizes=self._sizes,
+            checkpoints=checkpoints,
             task_size=task_size_of(self._resolved, self._info),
             unreadable=self._listing.unreadable,
             failed_before=workspace.failed_before(),
             keep_damaged=self._damaged == "keep",
-            on_progress=lambda done: self._on_progress(Progress("plan", done, len(self._files))),
+            on_progress=lambda *counts: self._on_progress(Progress("plan", *counts)),
         )
         if plan.vanished and not plan.done:
             raise RunError(
@@ -224,6 +277,9 @@ class _Inputs:
                 "another output_dir, give the folders in the same order as before, or replace that cache with "
                 "--overwrite"
             )
+        if plan.left_out and not (plan.tasks or plan.done):
+            name, reason = plan.left_out[0].name, plan.left_out[0].reason
+            raise RunError(f"every input is left out, such as {name}, which {reason}; loosen that rule")
         if plan.skipped and self._damaged == "error":
             raise RunError(
                 f"{plan.skipped[0].name} {plan.skipped[0].reason}; mend or move the file, or leave out --damaged error"
@@ -263,10 +319,11 @@ def _check_recipe(workspace: Workspace, resolved: ResolvedRecipe) -> None:
         )
 
 
-def _is_intact(row: Row, output: Path, shards: OpenShards) -> bool:
+def _is_intact(row: Row, workspace: Workspace, shards: OpenShards) -> bool:
     """Whether the row's bytes on disk are those that were written."""
     if row.packed is None:
-        return content_digest(output / row.files[0]) == row.file_digest
+        (file,) = row.files(workspace.locator)
+        return content_digest(workspace.folder / file) == row.file_digest
     try:
         for location in row.packed.locations.values():
             shards.check(location)
@@ -275,15 +332,18 @@ def _is_intact(row: Row, output: Path, shards: OpenShards) -> bool:
     return True
 
 
-def _rows_to_keep(plan: Plan, encoded: Mapping[str, Row], source: SourceFolders, output: Path) -> list[Row]:
+def _rows_to_keep(
+    plan: Plan, encoded: Mapping[str, Row], source: SourceFolders, workspace: Workspace
+) -> list[Row]:
     """The rows of the finished cache: done, encoded, and those whose input exists but is not part of this run."""
     rows = []
     for row in {**plan.kept, **plan.done, **encoded}.values():
         path = str(source.path(row.source_name))
+        file = row.files(workspace.locator)[0]
         rows.append(
             msgspec.structs.replace(
                 row,
-                cache_file=row.cache_file if row.packed else str(output / row.files[0]),
+                cache_file=row.cache_file if row.packed else str(workspace.folder / file),
                 image_path=None if row.image_path is None else path,
                 video_path=None if row.video_path is None else path,
                 # Rows of version 0.1 count from 0.
@@ -304,9 +364,7 @@ class _Watcher:
         self.by_device: dict[str, int] = {}
         self.psnr_db: dict[str, tuple[Bucket, float]] = {}
 
-    def __call__(self, device: str, report: Outcome | Commit) -> None:
-        if isinstance(report, Commit):
-            return
+    def __call__(self, device: str, report: Outcome) -> None:
         self.by_device[device] = self.by_device.get(device, 0) + 1
         if report.failure is not None:
             self.failures.append(Failure(report.name, report.failure))

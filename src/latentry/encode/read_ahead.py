@@ -9,18 +9,16 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import groupby
 
-from latentry.cache.write.commits import Commit
-from latentry.cache.write.task_writer import TaskWriter
-from latentry.encode.caption_batches import CaptionBatches
 from latentry.encode.recipe import ResolvedRecipe
+from latentry.encode.running_task import RunningTask
 from latentry.errors import MediaError, RunError
 from latentry.media.reader import Crop
 from latentry.seeds import derived_seed
 from latentry.sources.folder import SourceFolders
-from latentry.types import Bucket, Failure, PlannedSample, Task
+from latentry.types import Bucket, PlannedSample
 
 _MAX_BYTES_AHEAD = 1 << 32
 _MAX_BYTES_PER_READ = 1 << 29
@@ -34,21 +32,6 @@ class DecodedSample:
     sample: PlannedSample
     crop: Crop
     digest: str
-
-
-@dataclass
-class RunningTask:
-    """A task in progress."""
-
-    task: Task
-    writer: TaskWriter
-    captions: CaptionBatches
-    batch_size: int
-    failures: list[Failure] = field(default_factory=list)
-
-    def commit(self) -> Commit:
-        """The task's outcome. Waits until everything is on disk."""
-        return Commit(self.task.id, tuple(self.writer.rows()), tuple(self.failures))
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +135,8 @@ class ReadAhead:
     def _pending_files(self, tasks: Iterable[RunningTask]) -> Iterator[_PendingFile]:
         """Submit the files of the tasks to the pool, one after the other."""
         for running in tasks:
-            for _, group in groupby(running.task.samples, key=lambda sample: sample.file):
+            to_do = running.task.samples[running.task.num_finished :]
+            for _, group in groupby(to_do, key=lambda sample: sample.file):
                 samples = tuple(group)
                 size = max(1, _MAX_BYTES_PER_READ // _num_bytes(running.task.bucket))
                 for start in range(0, len(samples), size):

@@ -173,7 +173,7 @@ class ResolvedRecipe:
     def media_reader(self) -> MediaReader:
         """The reader of this recipe's inputs."""
         if self.video is None:
-            return ImageReader(self.crop_mode)
+            return ImageReader(self.crop_mode, hdr=self.hdr)
         return VideoReader(self.video, self.crop_mode, self.frame_step, self.hdr)
 
     def recorded(self) -> dict[str, Any]:

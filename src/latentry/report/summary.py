@@ -62,12 +62,14 @@ class PrepareResult:
     ending, and ``(hidden)`` for hidden files and folders."""
     notes: Mapping[str, int] = field(default_factory=dict)
     """What the user should know about how inputs were read, with the number of inputs for each text."""
+    unknown: tuple[str, ...] = ()
+    """With ``dry_run``: what the plan could not find out."""
     psnr_db: Mapping[str, tuple[Bucket, float]] = field(default_factory=dict)
     """With ``verify``: sample name to its bucket and PSNR in decibels, for what this run encoded."""
 
     @property
     def exit_status(self) -> int:
-        """0 if every input is in the cache, 2 if some failed."""
+        """0 if every input is in the cache, except those that were left out by rule; 2 if some failed."""
         return 2 if self.failures else 0
 
     @property
@@ -92,6 +94,7 @@ class PrepareResult:
             "left_out": [{"name": failure.name, "reason": failure.reason} for failure in self.left_out],
             "ignored": dict(self.ignored),
             "notes": dict(self.notes),
+            "unknown": list(self.unknown),
             "buckets": {bucket.name: count for bucket, count in self.buckets.items()},
             "captions": dict(self.captions),
             "caption_problems": dict(self.caption_problems),

@@ -10,6 +10,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from latentry.counted import counted
 from latentry.report.summary import PrepareResult
 from latentry.types import Bucket, Failure
 
@@ -22,7 +23,8 @@ def render(result: PrepareResult) -> RenderableType:
     """The buckets, the totals, where captions were found, and the failures of a run."""
     parts: list[RenderableType] = [_bucket_table(result), Text(_totals(result))]
     parts += [Text(f"warning: {text}") for text in result.warnings]
-    parts += [Text(f"{_inputs(count)}: {note}") for note, count in result.notes.items()]
+    parts += [Text(text) for text in result.unknown]
+    parts += [Text(f"{counted(count, 'input')}: {note}") for note, count in result.notes.items()]
     if result.ignored:
         counts = ", ".join(f"{count} {ending}" for ending, count in result.ignored.items())
         parts.append(Text(f"not taken, by ending: {counts}"))
@@ -31,8 +33,11 @@ def render(result: PrepareResult) -> RenderableType:
         parts.append(Text(f"captions: {counts}"))
     if result.caption_problems:
         shown = list(result.caption_problems.items())[:_NUM_FAILURES_SHOWN]
-        parts.append(Text(f"{len(result.caption_problems)} caption problems; the next source was used:"))
+        count = counted(len(result.caption_problems), "caption problem")
+        parts.append(Text(f"{count}; the next source was used:"))
         parts += [Text(f"  {file} {problem}") for file, problem in shown]
+        if (hidden := len(result.caption_problems) - len(shown)) > 0:
+            parts.append(Text(f"  and {hidden} more"))
     if result.psnr_db:
         worst = sorted(result.psnr_db.items(), key=lambda item: item[1][1])[:_NUM_WORST_SHOWN]
         shown_db = ", ".join(f"{name} {value:.1f} dB" for name, (_, value) in worst)
@@ -102,10 +107,6 @@ def _totals(result: PrepareResult) -> str:
     return text
 
 
-def _inputs(count: int) -> str:
-    return "1 input" if count == 1 else f"{count} inputs"
-
-
 def _reason_table(failures: Sequence[Failure], title: str) -> Table:
     reasons = Counter(failure.reason for failure in failures)
     examples = {failure.reason: failure.name for failure in reversed(failures)}
@@ -116,5 +117,5 @@ def _reason_table(failures: Sequence[Failure], title: str) -> Table:
     for reason, count in reasons.most_common(_NUM_FAILURES_SHOWN):
         table.add_row(str(count), Text(reason), Text(examples[reason]))
     if len(reasons) > _NUM_FAILURES_SHOWN:
-        table.add_row("…", f"and {len(reasons) - _NUM_FAILURES_SHOWN} more reasons", "")
+        table.add_row("…", f"and {counted(len(reasons) - _NUM_FAILURES_SHOWN, 'more reason')}", "")
     return table

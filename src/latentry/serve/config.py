@@ -166,7 +166,9 @@ class TextToImageDatasetConfig:
     """The parameters of a ``TextToImageDataset``."""
 
     cache_dir: str
+    """The folder of a finished image cache."""
     train_text_encoder: bool = False
+    """Serve token ids instead of embeddings."""
 
     def build(self) -> TextToImageDataset:
         """Build the dataset."""
@@ -178,8 +180,11 @@ class TextToVideoDatasetConfig:
     """The parameters of a ``TextToVideoDataset``."""
 
     cache_dir: str
+    """The folder of a finished video cache."""
     model_type: str = "wan"
+    """The model that is trained. A warning is logged if the cache was made for another one."""
     device: str = "cpu"
+    """Where the tensors are put."""
 
     def build(self) -> TextToVideoDataset:
         """Build the dataset."""
@@ -197,16 +202,27 @@ class TextToImageDataloaderConfig:
     """
 
     cache_dir: str
+    """The folder of a finished image cache."""
     train_text_encoder: bool = False
+    """Serve token ids instead of embeddings."""
     base_resolution: Sequence[int] = (256, 256)
+    """Width and height that the batch size is meant for."""
     drop_last: bool = True
+    """Leave out the incomplete batch at the end of each bucket."""
     shuffle: bool = True
+    """Permute the buckets and the samples of each bucket, differently in every epoch."""
     dynamic_batch_size: bool = False
+    """Scale batch sizes so that all batches have about the same number of pixels."""
     num_workers: int = 4
+    """Threads that prefetch batches; 0 reads each batch when it is requested."""
     pin_memory: bool = True
+    """Read batches into pinned memory; ignored without CUDA."""
     prefetch_factor: int = 2
+    """Batches that are prefetched per worker thread."""
     seed: int = 42
+    """Seed of the permutations."""
     bucket_order: str = "sequential"
+    """``sequential`` finishes a bucket before the next one; ``interleaved`` mixes the buckets."""
 
     def build(
         self, *, dp_rank: int | None, dp_world_size: int | None, batch_size: int
@@ -232,17 +248,29 @@ class TextToVideoDataloaderConfig:
     """
 
     cache_dir: str
+    """The folder of a finished video cache."""
     model_type: str = "wan"
+    """The model that is trained. A warning is logged if the cache was made for another one."""
     device: str = "cpu"
+    """Where the tensors are put."""
     base_resolution: Sequence[int] = (512, 512)
+    """Width and height that the batch size is meant for."""
     drop_last: bool = True
+    """Leave out the incomplete batch at the end of each bucket."""
     shuffle: bool = True
+    """Permute the buckets and the samples of each bucket, differently in every epoch."""
     dynamic_batch_size: bool = False
+    """Scale batch sizes so that all batches have about the same number of pixels."""
     num_workers: int = 2
+    """Threads that prefetch batches; 0 reads each batch when it is requested."""
     pin_memory: bool = True
+    """Read batches into pinned memory; ignored without CUDA."""
     prefetch_factor: int = 2
+    """Batches that are prefetched per worker thread."""
     seed: int = 42
+    """Seed of the permutations."""
     bucket_order: str = "sequential"
+    """``sequential`` finishes a bucket before the next one; ``interleaved`` mixes the buckets."""
 
     def build(
         self, *, dp_rank: int | None, dp_world_size: int | None, batch_size: int

@@ -18,7 +18,9 @@ class DiffusionDataloaderBuild:
     """A loader and its sampler. Both have ``state_dict`` and ``load_state_dict``; it is enough to save one of them."""
 
     dataloader: LatentDataLoader
+    """The batches of this rank."""
     sampler: SequentialBucketSampler
+    """Their order; the loader's ``batch_sampler``."""
     drop_last: bool = False
     """Whether incomplete batches are left out."""
 

@@ -12,31 +12,30 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch.utils.data import Dataset
 
 from latentry.buckets import MultiTierBucketCalculator, aspect_name
+from latentry.cache.format import METADATA_NAME, CacheMetadata
 from latentry.cache.index import CacheIndex, open_index
 from latentry.cache.index.file_index import index_of_dicts
 from latentry.cache.index.packed_index import PackedIndex
-from latentry.cache.index.rows import LazyRows, open_rows
-from latentry.cache.read.columns import Columns
-from latentry.cache.read.fields import (
-    IMAGE_FIELDS,
-    IMAGE_TOKEN_FIELDS,
-    VIDEO_FIELDS,
-    FileFields,
-    image_columns,
-    map_samples,
-    video_columns,
-)
+from latentry.cache.index.rows import LazyRows, Rows, open_rows
+from latentry.cache.read.checks import image_columns, map_samples, video_columns
+from latentry.cache.read.columns import Column, Columns
+from latentry.cache.read.fields import IMAGE_FIELDS, IMAGE_TOKEN_FIELDS, VIDEO_FIELDS, FileFields
 from latentry.cache.read.file_samples import FileSamples
 from latentry.cache.read.packed_samples import PackedSamples
 from latentry.cache.read.resources import ReadResources
 from latentry.cache.read.samples import Samples, open_samples
+from latentry.cache.read.tiled_latents import TiledLatents
+from latentry.cache.read.warn_once import WarnOnce
 from latentry.errors import ConfigError
 from latentry.serve.collate import Batch, image_batch, video_batch
-from latentry.types import Bucket
+from latentry.serve.row_numbers import RowNumbers
+from latentry.types import Bucket, model_family
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +66,12 @@ class BaseMultiresolutionDataset(Dataset[dict[str, Any]]):
         self.cache_dir = Path(cache_dir).expanduser().absolute()
         self.calculator = MultiTierBucketCalculator(quantization=quantization)
         self._resources = ReadResources()
-        self._open_cache()
+        self._warn_once = WarnOnce()
+        rows = self._load_metadata()
+        if rows is not None and rows is not getattr(self, "_rows", None):
+            self.metadata = rows
+        if not hasattr(self, "index"):
+            raise ConfigError(f"{type(self).__name__}._load_metadata returned no rows and assigned none")
         self._group_by_bucket()
 
     # ---- reading ----------------------------------------------------------------------------
@@ -123,17 +127,27 @@ class BaseMultiresolutionDataset(Dataset[dict[str, Any]]):
     def _read_fields(
         self, indices: Sequence[int], fields: FileFields, resources: ReadResources | None
     ) -> tuple[Columns, list[Bucket]]:
-        """These fields as they are stored, and the samples' buckets."""
+        """What is stored in files and rows, and the samples' buckets."""
         rows = [range(len(self))[idx] for idx in indices]
-        columns = self.samples.read(rows, fields.names, resources or self._resources)
+        columns = self.samples.read(rows, fields, resources or self._resources)
         return columns, [self.index.bucket(row) for row in rows]
 
     # ---- the cache --------------------------------------------------------------------------
 
+    def _load_metadata(self) -> Rows | None:
+        """The samples' rows. A subclass may override it to return other rows, or to assign ``metadata``.
+
+        >>> class Squares(TextToImageDataset):
+        ...     def _load_metadata(self):
+        ...         return [row for row in super()._load_metadata() if row["aspect_ratio"] == 1]
+        """
+        self._open_cache()
+        return self._rows
+
     def _open_cache(self) -> None:
         self.index: CacheIndex | PackedIndex = open_index(self.cache_dir, self._aspect_ratio_to_name)
-        self.samples: Samples = open_samples(self.cache_dir, self.index)
-        self._rows: Sequence[dict[str, Any]] = open_rows(self.cache_dir, self.index)
+        self._rows: Rows = open_rows(self.cache_dir, self.index)
+        self.samples: Samples = open_samples(self.cache_dir, self.index, self._rows)
 
     @property
     def is_packed(self) -> bool:
@@ -141,26 +155,31 @@ class BaseMultiresolutionDataset(Dataset[dict[str, Any]]):
         return isinstance(self.samples, PackedSamples)
 
     @property
-    def metadata(self) -> Sequence[dict[str, Any]]:
-        """The samples' rows. A subclass may assign fewer of them, and then call ``_group_by_bucket``."""
+    def metadata(self) -> Rows:
+        """The samples' rows. A subclass may assign others, and then call ``_group_by_bucket``."""
         return self._rows
 
     @metadata.setter
-    def metadata(self, rows: Sequence[dict[str, Any]]) -> None:
+    def metadata(self, rows: Rows) -> None:
         rows = list(rows)
-        named: Sequence[dict[str, Any]] = rows
-        if isinstance(self.samples, PackedSamples):
+        if not hasattr(self, "index") and (self.cache_dir / METADATA_NAME).exists():
+            self._open_cache()
+        metadata = self.index.metadata if hasattr(self, "index") else CacheMetadata(shards=[])
+        named = rows
+        packed = getattr(self, "samples", None)
+        if isinstance(packed, PackedSamples):
             try:
-                samples = self.samples.some([row["packed_row"] for row in rows])
+                packed = packed.some(rows, [row["packed_row"] for row in rows])
             except KeyError:
                 raise ConfigError(
                     f"the rows assigned for {self.cache_dir} lack packed_row; take them from the dataset's metadata"
                 ) from None
-            named = [{**row, "cache_file": samples.name(i)} for i, row in enumerate(rows)]
-            self.samples = samples
-        self.index = index_of_dicts(named, self.index.metadata, self.cache_dir, self._aspect_ratio_to_name)
-        if isinstance(self.samples, FileSamples):
-            self.samples = FileSamples(self.cache_dir, self.index)
+            named = [{**row, "cache_file": packed.name(i)} for i, row in enumerate(rows)]
+        index = index_of_dicts(named, metadata, self.cache_dir, self._aspect_ratio_to_name)
+        self.index = index
+        self.samples = (
+            packed if isinstance(packed, PackedSamples) else FileSamples(self.cache_dir, index, rows)
+        )
         self._rows = rows
 
     def __getstate__(self) -> dict[str, Any]:
@@ -172,11 +191,10 @@ class BaseMultiresolutionDataset(Dataset[dict[str, Any]]):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        rows = state.get("_rows")
-        self._open_cache()
-        if rows is not None:
-            self.metadata = rows
+        if "_rows" in state:
+            self.metadata = state["_rows"]
         else:
+            self._open_cache()
             self._group_by_bucket()
 
     @property
@@ -197,13 +215,14 @@ class BaseMultiresolutionDataset(Dataset[dict[str, Any]]):
         """Fill ``bucket_groups`` and ``sorted_bucket_keys``."""
         frames_differ = len({named.num_frames for named in self.index.bucket_keys}) > 1
         self.bucket_groups: dict[Any, dict[str, Any]] = {}
-        for named, rows in zip(self.index.bucket_keys, self.index.rows_by_bucket(), strict=True):
+        rows_by_bucket: Sequence[range | npt.NDArray[np.int64]] = self.index.rows_by_bucket()
+        for named, rows in zip(self.index.bucket_keys, rows_by_bucket, strict=True):
             bucket = named.bucket
             key: tuple[Any, ...] = (named.aspect_name, bucket.resolution)
             if frames_differ:
                 key = (*key, bucket.num_frames)
             self.bucket_groups[key] = {
-                "indices": rows,
+                "indices": RowNumbers(rows),
                 "resolution": bucket.resolution,
                 "pixels": bucket.pixels,
                 "aspect_name": named.aspect_name,
@@ -255,14 +274,14 @@ class TextToImageDataset(BaseMultiresolutionDataset):
         return image_columns(*self._read_fields(indices, fields, resources), fields)
 
     def collate(self, columns: Columns) -> Batch:
-        return image_batch(columns)
+        return image_batch(columns, self._warn_once)
 
 
 class TextToVideoDataset(BaseMultiresolutionDataset):
     """Video latents with their text embeddings and the other tensors that their model uses.
 
     The tensors of a sample have the leading dimension of 1 that video files store them with, as in the documented
-    interface. Reading removes it (``cache/read/fields.py``); ``read_batch`` adds it again, and ``collate`` merges it
+    interface. Reading removes it (``cache/read/checks.py``); ``read_batch`` adds it again, and ``collate`` merges it
     with the batch dimension.
 
     >>> dataset = TextToVideoDataset("clip_cache", model_type="wan")
@@ -283,8 +302,10 @@ class TextToVideoDataset(BaseMultiresolutionDataset):
         self.model_type = model_type
         self.device = device
         super().__init__(cache_dir, quantization=8)
-        written_for = self.index.metadata.model_type
-        if written_for and not (written_for.startswith(model_type) or model_type.startswith(written_for)):
+        self._tiles = TiledLatents.of_cache(self.cache_dir, self.index.metadata, self._warn_once)
+        written_for = self.index.metadata.model_type or model_type
+        first, second = model_family(written_for), model_family(model_type)
+        if not (first.startswith(second) or second.startswith(first)):
             logger.warning(
                 "%s was made for %r, but model_type is %r", self.cache_dir, written_for, model_type
             )
@@ -292,14 +313,18 @@ class TextToVideoDataset(BaseMultiresolutionDataset):
     def read_batch(self, indices: Sequence[int], resources: ReadResources | None = None) -> Columns:
         if not len(indices):
             return Columns.of_items([])
-        columns = video_columns(*self._read_fields(indices, VIDEO_FIELDS, resources), VIDEO_FIELDS)
-        tensors = {
-            name: column
-            if name == "bucket_resolution"
-            else map_samples(column, lambda batch: batch[:, None].to(self.device))
-            for name, column in columns.tensors.items()
-        }
+        read, buckets = self._read_fields(indices, VIDEO_FIELDS, resources)
+        columns = video_columns(read, buckets, VIDEO_FIELDS, self._tiles)
+        tensors = {name: self._as_item(name, column) for name, column in columns.tensors.items()}
         return Columns(columns.num_samples, tensors, columns.values, columns.describe)
 
+    def _as_item(self, name: str, column: Column) -> Column:
+        """The field on the dataset's device, with the leading dimension of 1 that was removed."""
+        if name == "bucket_resolution":
+            return column
+        if name in VIDEO_FIELDS.names:
+            return map_samples(column, lambda batch: batch[:, None].to(self.device))
+        return map_samples(column, lambda batch: batch.to(self.device))
+
     def collate(self, columns: Columns) -> Batch:
-        return video_batch(columns)
+        return video_batch(columns, self._warn_once)

@@ -170,11 +170,17 @@ class MetaFilesDatasetConfig:
     """The parameters of a ``MetaFilesDataset``."""
 
     meta_folder: str
+    """The folder of the files."""
     transform_text: TensorTransform | None = None
+    """Applied to the text embeddings of each sample."""
     transform_video: TensorTransform | None = None
+    """Applied to the latents of each sample."""
     filter_fn: MetadataFilter | None = None
+    """Files for whose metadata it returns False are left out."""
     device: str = "cpu"
+    """Where the tensors are put."""
     max_files: int | None = None
+    """Take only the first N files."""
 
     def build(self) -> MetaFilesDataset:
         """Build the dataset."""

@@ -85,13 +85,21 @@ class MockWanDatasetConfig:
     """The parameters of a ``MockWanDataset``."""
 
     length: int = 1024
+    """The number of samples."""
     num_channels: int = 16
+    """Channels of the latents."""
     num_frame_latents: int = 16
+    """Frames of the latents."""
     spatial_h: int = 30
+    """Height of the latents."""
     spatial_w: int = 52
+    """Width of the latents."""
     text_seq_len: int = 77
+    """Positions of a text embedding."""
     text_embed_dim: int = 4096
+    """Width of a text embedding."""
     device: str = "cpu"
+    """Where the tensors are put."""
 
     def build(self) -> MockWanDataset:
         """Build the dataset."""
@@ -114,11 +122,17 @@ class MockWanDataloaderConfig:
     length: int = 1024
     """The number of samples."""
     num_channels: int = 16
+    """Channels of the latents."""
     num_frame_latents: int = 16
+    """Frames of the latents."""
     spatial_h: int = 30
+    """Height of the latents."""
     spatial_w: int = 52
+    """Width of the latents."""
     text_seq_len: int = 77
+    """Positions of a text embedding."""
     text_embed_dim: int = 4096
+    """Width of a text embedding."""
     shuffle: bool = True
     """Permute the samples, differently in every epoch."""
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from latentry.serve.epoch_order import EpochOrder, OrderSettings
 from latentry.serve.order import Indices, Segment
+from latentry.serve.row_numbers import RowNumbers
 from latentry.serve.sampler_state import Position
 
 logger = logging.getLogger(__name__)
@@ -135,9 +136,9 @@ class EpochIteration:
 
 
 def _look_up(indices: Any, positions: Indices) -> list[int]:
-    """``[indices[p] for p in positions]``, fast for ranges and arrays."""
-    if isinstance(indices, range):
-        return [int(index) for index in indices.start + positions * indices.step]
-    if isinstance(indices, np.ndarray):
-        return [int(index) for index in indices[positions]]
+    """``[indices[p] for p in positions]``, fast for ranges, arrays and the datasets' own."""
+    if isinstance(indices, (range, np.ndarray)):
+        indices = RowNumbers(indices)
+    if isinstance(indices, RowNumbers):
+        return indices.look_up(positions)
     return [int(indices[position]) for position in positions]

@@ -196,7 +196,7 @@ def _nothing_found(root: Path, media: str, suffixes: Collection[str], others: Ma
     if len(counts) > _NUM_ENDINGS_SHOWN:
         parts.append(_num_files(sum(count for _, count in counts[_NUM_ENDINGS_SHOWN:]), "other"))
     held = ", ".join(parts) or "no files"
-    return f"{root} holds no {media}s: looked for {looked_for} in it and its subfolders, which have {held}"
+    return f"{root} holds no {media}s; it and its subfolders have {held}, and files ending in {looked_for} are read"
 
 
 def _num_files(count: int, ending: str) -> str:

@@ -6,6 +6,7 @@ samples, group them by bucket, and say which file holds a row.
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 from latentry.cache.format import METADATA_NAME, CacheMetadata, read_index_rows, read_metadata
@@ -13,6 +14,8 @@ from latentry.cache.index import saved_index
 from latentry.cache.index.file_index import CacheIndex, NameAspect, index_of_shards
 from latentry.cache.index.packed_index import PackedIndex
 from latentry.errors import MetadataError
+
+logger = logging.getLogger(__name__)
 
 __all__ = ["CacheIndex", "PackedIndex", "open_index"]
 
@@ -34,7 +37,7 @@ def open_index(cache_dir: Path, name_aspect: NameAspect) -> CacheIndex | PackedI
     index = saved_index.load(cache_dir, metadata, signature)
     if index is None:
         shards = ((read_index_rows(cache_dir, shard), cache_dir / shard) for shard in metadata.shards)
-        index = index_of_shards(shards, metadata, name_aspect)
+        index = index_of_shards(shards, metadata, cache_dir, name_aspect)
         saved_index.save(cache_dir, index, signature)
     _check_count(cache_dir, metadata, len(index))
     return index
@@ -44,7 +47,10 @@ def _check_count(cache_dir: Path, metadata: CacheMetadata, found: int) -> None:
     if not found:
         raise MetadataError(f"{cache_dir} holds no samples: its shards are empty")
     if metadata.total_items not in (None, found):
-        raise MetadataError(
-            f"{cache_dir / METADATA_NAME} lists {metadata.total_items} items, but its shards hold "
-            f"{found}; the preprocessing was interrupted or a shard was replaced: run it again"
+        logger.warning(
+            "%s says %d items, but the cache has %d rows, which are used; the preprocessing was interrupted, or a "
+            "metadata shard was replaced",
+            cache_dir / METADATA_NAME,
+            metadata.total_items,
+            found,
         )

@@ -1,7 +1,7 @@
-"""The samples of a cache as columns: each sample's file name and bucket, and nothing else.
+"""The samples of a cache as columns: each sample's file and bucket, and nothing else.
 
-A training run needs no more than that to order and find its samples; everything else is in the cache file. Ten
-million rows take half a gigabyte of columns instead of a hundred million Python objects. Decoding the JSON shards
+A training run needs no more than that to order and find its samples. Ten million rows take half a gigabyte of columns
+instead of a hundred million Python objects. Decoding the JSON shards
 takes about 2 µs a row, so from ``SAVE_FROM_ROWS`` rows the index is saved beside them (``saved_index``).
 """
 
@@ -12,21 +12,25 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from latentry.cache.format import (
     METADATA_NAME,
     CacheMetadata,
     IndexRow,
-    file_name,
 )
+from latentry.cache.locator import FileLocator
 from latentry.errors import MetadataError
 from latentry.types import Bucket, BucketKey
+
+_NOTHING, _SLASH = (pa.scalar(text, pa.large_string()) for text in ("", "/"))
+Numbers: TypeAlias = "npt.NDArray[np.uint16] | npt.NDArray[np.uint32]"
 
 
 @dataclass(frozen=True)
@@ -39,15 +43,27 @@ class CacheIndex:
     shard_lengths: tuple[int, ...]
     names: Any
     """The cache files' names, as an Arrow string array."""
-    bucket_of_row: npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
+    bucket_of_row: Numbers
     """For each row, its bucket's position in ``bucket_keys``."""
+    folders: tuple[str, ...]
+    """The folders that rows say, as they are written."""
+    folder_of_row: Numbers
+    """For each row, its folder's position in ``folders``."""
+    locator: FileLocator
+    """Finds the files where the cache is now."""
 
     def __len__(self) -> int:
         return len(self.bucket_of_row)
 
     def relative_file(self, row: int) -> str:
         """The row's file, relative to the cache: ``512x512/0a1b….meta``."""
-        return f"{self.bucket(row).folder}/{self.names[row].as_py()}"
+        folder = self.folders[int(self.folder_of_row[row])]
+        return self.locator.relative_file(folder, self.name(row), self.bucket(row).folder)
+
+    def name(self, row: int) -> str:
+        """The name of the row's file."""
+        name: str = self.names[row].as_py()
+        return name
 
     def bucket(self, row: int) -> Bucket:
         return self.bucket_keys[int(self.bucket_of_row[row])].bucket
@@ -81,7 +97,7 @@ def index_of_rows(
     rows: Sequence[IndexRow], metadata: CacheMetadata, cache_dir: Path, name_aspect: NameAspect
 ) -> CacheIndex:
     """The index of these rows only."""
-    return index_of_shards([(rows, cache_dir / METADATA_NAME)], metadata, name_aspect)
+    return index_of_shards([(rows, cache_dir / METADATA_NAME)], metadata, cache_dir, name_aspect)
 
 
 def index_of_dicts(
@@ -96,18 +112,25 @@ def index_of_dicts(
 
 
 def index_of_shards(
-    shards: Iterable[tuple[Sequence[IndexRow], Path]], metadata: CacheMetadata, name_aspect: NameAspect
+    shards: Iterable[tuple[Sequence[IndexRow], Path]],
+    metadata: CacheMetadata,
+    cache_dir: Path,
+    name_aspect: NameAspect,
 ) -> CacheIndex:
     """The index of the rows of several metadata shards, each given with its path for error messages."""
     numbers: dict[tuple[Any, ...], int] = {}
-    names, bucket_of_row, lengths = [], [], []
+    folders: dict[str, int] = {}
+    names, key_of_row, folder_of_row, lengths = [], [], [], []
     for rows, path in shards:
         keys = [(r.bucket_resolution or r.crop_resolution, r.aspect_ratio, r.num_frames) for r in rows]
         known = len(numbers)
-        bucket_of_row.append(np.array([numbers.setdefault(k, len(numbers)) for k in keys], dtype=np.int64))
+        key_of_row.append(np.array([numbers.setdefault(k, len(numbers)) for k in keys], dtype=np.int64))
         for key in list(numbers)[known:]:
             _check_key(key, where=f"{path}, row {keys.index(key)}")
-        names.append(pa.array(_safe_names(rows, path), type=pa.large_string()))
+        shard_names, shard_folders, folder_numbers = _split_paths(rows, path)
+        names.append(shard_names)
+        number_of_folder = [folders.setdefault(folder, len(folders)) for folder in shard_folders]
+        folder_of_row.append(np.array(number_of_folder, dtype=np.uint32)[folder_numbers])
         lengths.append(len(rows))
 
     # Rows of one bucket may describe it differently, for example with and without an aspect ratio.
@@ -116,15 +139,21 @@ def index_of_shards(
         [key_numbers.setdefault(_bucket_key(key, name_aspect), len(key_numbers)) for key in numbers],
         dtype=np.uint32,
     )
-    if len(key_numbers) <= 1 << 16:
-        number_of_key = number_of_key.astype(np.uint16)  # numpy sorts these ten times faster
     return CacheIndex(
         metadata=metadata,
         bucket_keys=tuple(key_numbers),
         shard_lengths=tuple(lengths),
         names=pa.concat_arrays(names),
-        bucket_of_row=number_of_key[np.concatenate(bucket_of_row)],
+        bucket_of_row=_compact(number_of_key, len(key_numbers))[np.concatenate(key_of_row)],
+        folders=tuple(folders),
+        folder_of_row=_compact(np.concatenate(folder_of_row), len(folders)),
+        locator=FileLocator(cache_dir),
     )
+
+
+def _compact(numbers: npt.NDArray[np.uint32], count: int) -> Numbers:
+    """The numbers, which are less than ``count``, in two bytes each if they fit: numpy sorts these ten times faster."""
+    return numbers.astype(np.uint16) if count <= 1 << 16 else numbers
 
 
 def _check_key(key: tuple[Any, ...], where: str) -> None:
@@ -143,9 +172,15 @@ def _bucket_key(key: tuple[Any, ...], name_aspect: NameAspect) -> BucketKey:
     return BucketKey(width, height, aspect_name, num_frames)
 
 
-def _safe_names(rows: Sequence[IndexRow], shard: Path) -> list[str]:
-    names = [file_name(row.cache_file) for row in rows]
-    for bad in {"", ".", ".."}.intersection(names):
-        row = names.index(bad)
-        raise MetadataError(f"{shard}, row {row}: cache_file {rows[row].cache_file!r} is not a file name")
-    return names
+def _split_paths(rows: Sequence[IndexRow], shard: Path) -> tuple[Any, list[str], npt.NDArray[np.int32]]:
+    """The names of the rows' files, the distinct folders, and for each row its folder's position among them."""
+    paths = pc.replace_substring(pa.array([row.cache_file for row in rows], pa.large_string()), "\\", "/")
+    # A slash in front, so that every path splits into two.
+    paths = pc.binary_join_element_wise(_NOTHING, paths, _SLASH)
+    parts = pc.list_flatten(pc.split_pattern(paths, "/", max_splits=1, reverse=True))
+    folders, names = (parts.take(pa.array(np.arange(i, len(parts), 2))) for i in (0, 1))
+    bad = pc.is_in(names, pa.array(["", ".", ".."], pa.large_string())).index(True).as_py()
+    if bad >= 0:
+        raise MetadataError(f"{shard}, row {bad}: cache_file {rows[bad].cache_file!r} is not a file name")
+    folders = folders.dictionary_encode()
+    return names, [folder[1:] for folder in folders.dictionary.to_pylist()], folders.indices.to_numpy()

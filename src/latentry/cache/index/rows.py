@@ -1,29 +1,49 @@
 """The rows of a cache as a sequence of dictionaries.
 
-Training never does. Whole rows of ten million samples would take gigabytes, so each is read when it is asked for.
+Whole rows of ten million samples would take gigabytes, so each is read when it is asked for.
 """
 
 from __future__ import annotations
 
+import os
 from abc import abstractmethod
 from bisect import bisect_right
-from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, TypeAlias, overload
 
-from latentry.cache.format import read_row_dicts, relative_path
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
 from latentry.cache.index.file_index import CacheIndex
 from latentry.cache.index.packed_index import PackedIndex
+from latentry.errors import CacheNotFoundError, MetadataError
+from latentry.storage import OpenFile, OpenFiles
+
+_ROW = msgspec.json.Decoder(dict[str, Any])
+
+
+Rows: TypeAlias = "Sequence[dict[str, Any]]"
+"""One dictionary per sample: read when they are asked for, or given by the user."""
+
+
+def stored_row(rows: Rows, position: int) -> dict[str, Any]:
+    """The row at this position; where it may differ, as it is written."""
+    return rows.stored(position) if isinstance(rows, LazyRows) else rows[position]
 
 
 class LazyRows(Sequence[dict[str, Any]]):
     """Rows that are read when they are asked for. ``cache_file`` is where the file is now."""
 
     @abstractmethod
+    def stored(self, position: int) -> dict[str, Any]:
+        """The row at this position, which exists, as it is written."""
+
+    @abstractmethod
     def _row(self, position: int) -> dict[str, Any]:
-        """The row at this position, which exists."""
+        """The row at this position, which exists, with the fields that say where the sample is now."""
 
     @overload
     def __getitem__(self, index: int) -> dict[str, Any]: ...
@@ -41,33 +61,43 @@ class LazyRows(Sequence[dict[str, Any]]):
 class MetadataRows(LazyRows):
     """The rows of a cache with one file per sample, read from its metadata shards.
 
-    The last few metadata shards stay in memory: reading in order is fast, random access is not.
+    Of each metadata shard that is used, only the positions of its rows are kept, 4 bytes a row. So every row costs one
+    small read, in any order. Several threads may read at once.
     """
 
-    _SHARDS_KEPT = 4
-
-    def __init__(self, cache_dir: Path, shards: Sequence[str], shard_lengths: Sequence[int]) -> None:
+    def __init__(self, cache_dir: Path, index: CacheIndex) -> None:
         self._cache_dir = cache_dir
-        self._shards = shards
-        self._ends = list(accumulate(shard_lengths))
-        self._kept: OrderedDict[int, list[dict[str, Any]]] = OrderedDict()
+        self._index = index
+        self._ends = list(accumulate(index.shard_lengths))
+        self._files = OpenFiles(cache_dir)
+        self._starts: dict[int, npt.NDArray[Any]] = {}
+        """For each metadata shard that was used, the position of each row's first byte, and the size of the file."""
 
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0
 
-    def _row(self, position: int) -> dict[str, Any]:
-        shard = bisect_right(self._ends, position)
-        start = self._ends[shard - 1] if shard else 0
-        row = self._rows(shard)[position - start]
-        bucket = row.get("bucket_resolution") or row["crop_resolution"]
-        return {**row, "cache_file": str(self._cache_dir / relative_path(bucket, row["cache_file"]))}
+    def stored(self, position: int) -> dict[str, Any]:
+        number = bisect_right(self._ends, position)
+        shard = self._index.metadata.shards[number]
+        try:
+            file = self._files.get(shard)
+            starts = self._starts.get(number)
+            if starts is None:
+                starts = self._starts[number] = _row_starts(file)
+            i = position - (self._ends[number - 1] if number else 0)
+            start, end = starts[i : i + 2].tolist()
+            # After a row come a comma or the end of the list, and white space.
+            return _ROW.decode(os.pread(file.descriptor, end - start, start).rstrip(b" \t\r\n,]"))
+        except FileNotFoundError:
+            raise CacheNotFoundError(f"{self._cache_dir / shard} is missing; it was there before") from None
+        except (OSError, msgspec.MsgspecError, ValueError) as error:
+            raise MetadataError(
+                f"{self._cache_dir / shard} was changed while it was in use ({error}); open the cache again"
+            ) from None
 
-    def _rows(self, shard: int) -> list[dict[str, Any]]:
-        if shard not in self._kept:
-            self._kept[shard] = read_row_dicts(self._cache_dir, self._shards[shard])
-            if len(self._kept) > self._SHARDS_KEPT:
-                self._kept.popitem(last=False)
-        return self._kept[shard]
+    def _row(self, position: int) -> dict[str, Any]:
+        file = self._index.relative_file(position)
+        return {**self.stored(position), "cache_file": str(self._cache_dir / file)}
 
 
 class PackedRows(LazyRows):
@@ -80,16 +110,30 @@ class PackedRows(LazyRows):
     def __len__(self) -> int:
         return len(self._index)
 
+    def stored(self, position: int) -> dict[str, Any]:
+        return self._index.row(position)
+
     def _row(self, position: int) -> dict[str, Any]:
         return {
-            **self._index.row(position),
+            **self.stored(position),
             "cache_file": str(self._cache_dir / self._index.relative_file(position)),
             "packed_row": position,
         }
+
+
+def _row_starts(file: OpenFile) -> npt.NDArray[Any]:
+    """The position of the first byte of each row of a metadata shard, and the size of the file."""
+    content = file.read()
+    starts = []
+    end = 0
+    for row in msgspec.json.decode(content, type=list[msgspec.Raw]):
+        starts.append(content.index(b"{", end))  # between rows there are only commas and white space
+        end = starts[-1] + len(memoryview(row))
+    return np.array([*starts, len(content)], np.uint32 if len(content) < 1 << 32 else np.uint64)
 
 
 def open_rows(cache_dir: Path, index: CacheIndex | PackedIndex) -> LazyRows:
     """The rows of the cache that an index lists."""
     if isinstance(index, PackedIndex):
         return PackedRows(cache_dir, index)
-    return MetadataRows(cache_dir, index.metadata.shards, index.shard_lengths)
+    return MetadataRows(cache_dir, index)

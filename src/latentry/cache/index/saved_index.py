@@ -20,24 +20,27 @@ import pyarrow as pa
 
 from latentry.cache.format import METADATA_NAME, CacheMetadata
 from latentry.cache.index.file_index import CacheIndex
+from latentry.cache.locator import FileLocator
 from latentry.storage import path_inside, publish
 from latentry.types import BucketKey
 
 logger = logging.getLogger(__name__)
 
 INDEX_NAME = "index.arrow"
-INDEX_VERSION = 1
+INDEX_VERSION = 2
 SAVE_FROM_ROWS = 100_000
 """Smaller caches are read from their metadata shards every time."""
 _SCHEMA_KEY = b"latentry"
 
 
-class _Header(msgspec.Struct):
+class _Header(msgspec.Struct, kw_only=True):
     version: int
     signature: str
     fingerprint: str
     shapes: list[dict[str, Any]]
     shard_lengths: list[int]
+    folders: list[str] = []
+    folders_digest: str = ""
 
 
 def signature_of(cache_dir: Path, shards: Sequence[str]) -> str:
@@ -55,8 +58,16 @@ def save(cache_dir: Path, index: CacheIndex, signature: str) -> None:
     if len(index) < SAVE_FROM_ROWS:
         return
     keys = [asdict(key) for key in index.bucket_keys]
-    header = _Header(INDEX_VERSION, signature, index.fingerprint, keys, list(index.shard_lengths))
-    table = pa.table({"name": index.names, "shape": index.bucket_of_row})
+    header = _Header(
+        version=INDEX_VERSION,
+        signature=signature,
+        fingerprint=index.fingerprint,
+        shapes=keys,
+        folders=list(index.folders),
+        folders_digest=_folders_digest(index),
+        shard_lengths=list(index.shard_lengths),
+    )
+    table = pa.table({"name": index.names, "shape": index.bucket_of_row, "folder": index.folder_of_row})
     table = table.replace_schema_metadata({_SCHEMA_KEY: msgspec.json.encode(header)})
     try:
         with publish(cache_dir / INDEX_NAME) as draft, pa.ipc.new_file(str(draft), table.schema) as writer:
@@ -84,14 +95,20 @@ def load(cache_dir: Path, metadata: CacheMetadata, signature: str) -> CacheIndex
             shard_lengths=tuple(header.shard_lengths),
             names=batch.column("name"),
             bucket_of_row=batch.column("shape").to_numpy(),
+            folders=tuple(header.folders),
+            folder_of_row=batch.column("folder").to_numpy(),
+            locator=FileLocator(cache_dir),
         )
         if not (
             index.names.type == pa.large_string()
             and index.names.null_count == 0
             and index.bucket_of_row.dtype in (np.uint16, np.uint32)
+            and index.folder_of_row.dtype in (np.uint16, np.uint32)
             and len(index) == len(index.names) == sum(index.shard_lengths)
             and int(index.bucket_of_row.max(initial=0)) < len(index.bucket_keys)
+            and int(index.folder_of_row.max(initial=0)) < len(index.folders)
             and index.fingerprint == header.fingerprint
+            and _folders_digest(index) == header.folders_digest
         ):
             raise ValueError("its columns do not fit together")
     except FileNotFoundError:
@@ -100,3 +117,10 @@ def load(cache_dir: Path, metadata: CacheMetadata, signature: str) -> CacheIndex
         logger.warning("%s is damaged (%s); reading the metadata shards instead", path, error)
         return None
     return index
+
+
+def _folders_digest(index: CacheIndex) -> str:
+    """Finds damage in the folders, which the index's fingerprint does not cover: a cache may be moved."""
+    digest = hashlib.blake2b("\n".join(index.folders).encode(), digest_size=16)
+    digest.update(np.ascontiguousarray(index.folder_of_row).data)
+    return digest.hexdigest()

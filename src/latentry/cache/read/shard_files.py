@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
-from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,21 +10,7 @@ from typing import Any
 from latentry.cache.packed_format import RowLocation, checksum
 from latentry.cache.read.batch_buffers import BatchBuffers
 from latentry.errors import CacheFileError, CacheNotFoundError
-from latentry.storage import open_regular, path_inside
-
-_MAX_OPEN_FILES = 256
-
-
-class _ShardFile:
-    """An open file that is closed when the last reference to it is gone."""
-
-    def __init__(self, path: Path) -> None:
-        self.descriptor = open_regular(path)
-        self.size = os.fstat(self.descriptor).st_size
-
-    def __del__(self) -> None:
-        if hasattr(self, "descriptor"):
-            os.close(self.descriptor)
+from latentry.storage import OpenFile, OpenFiles
 
 
 class OpenShards:
@@ -34,8 +18,7 @@ class OpenShards:
 
     def __init__(self, cache_dir: Path) -> None:
         self.cache_dir = cache_dir
-        self._files: OrderedDict[str, _ShardFile] = OrderedDict()
-        self._lock = threading.Lock()
+        self._files = OpenFiles(cache_dir)
 
     def path(self, file: str) -> Path:
         """The path of a shard, whose name is relative to the cache."""
@@ -52,7 +35,7 @@ class OpenShards:
     def fill(self, location: RowLocation, buffers: Sequence[Any], *, check: bool = True) -> None:
         """Read a shard row into these buffers, one after the other, and compare its checksum unless told not to."""
         file = self._file(location.file)
-        if location.offset + location.num_bytes > file.size:
+        if location.offset + location.num_bytes > file.size_bytes:
             raise self._truncated(location)
         waiting = [buffer for buffer in buffers if len(buffer)]
         position = location.offset
@@ -79,30 +62,23 @@ class OpenShards:
             f"{self.describe(location)}: the file ends before the row does; it is truncated"
         )
 
-    def _file(self, name: str) -> _ShardFile:
-        with self._lock:
-            file = self._files.get(name)
-            if file is None:
-                path = path_inside(self.cache_dir, name)
-                try:
-                    file = self._files[name] = _ShardFile(path)
-                except FileNotFoundError:
-                    raise CacheNotFoundError(f"{path} is missing, but the cache's index lists it") from None
-                except OSError as error:
-                    raise CacheFileError(f"{path} cannot be read: {error.strerror}") from None
-                if len(self._files) > _MAX_OPEN_FILES:
-                    self._files.popitem(last=False)
-            else:
-                self._files.move_to_end(name)
-            return file
+    def _file(self, name: str) -> OpenFile:
+        try:
+            return self._files.get(name)
+        except FileNotFoundError:
+            raise CacheNotFoundError(
+                f"{self.path(name)} is missing, but the cache's index lists it"
+            ) from None
+        except OSError as error:
+            raise CacheFileError(f"{self.path(name)} cannot be read: {error.strerror}") from None
 
 
-def row_buffers(i: int, location: RowLocation, names: Collection[str], batch: BatchBuffers) -> list[Any]:
-    """Memory for all bytes of a shard row: in the batch for the tensors named, discarded for the others."""
+def row_buffers(i: int, location: RowLocation, unserved: Collection[str], batch: BatchBuffers) -> list[Any]:
+    """Memory for all bytes of a shard row: in the batch for tensors that are served, discarded for the others."""
     buffers: list[Any] = []
     for layout in location.tensors:
         size = layout.num_bytes
-        if layout.name not in names:
+        if layout.name in unserved:
             buffers.append(bytearray(size))
             continue
         buffer = batch.buffer(i, layout.name, layout.torch_dtype, layout.shape)

@@ -8,6 +8,7 @@ finishes.
 
 from __future__ import annotations
 
+import dataclasses
 import fcntl
 import json
 import os
@@ -32,8 +33,9 @@ from latentry.cache.format import (
     row_from_dict,
 )
 from latentry.cache.index.packed_index import PackedIndex
-from latentry.cache.write.commits import Commit, CommitLog, decode_json, write_text
-from latentry.cache.write.publishing import publish_metadata
+from latentry.cache.locator import FileLocator
+from latentry.cache.write.commits import Checkpoint, Commit, CommitLog, decode_json, write_text
+from latentry.cache.write.publishing import publish_metadata, read_failures, write_failures
 from latentry.errors import MetadataError, RunError
 from latentry.storage import KnownFolders
 from latentry.types import Failure
@@ -57,6 +59,8 @@ class Workspace:
         self._commits_folder = folder / _WORK / "commits"
         self._commits = CommitLog(self._commits_folder, run)
         self._folders = KnownFolders(folder)
+        self.locator = FileLocator(folder)
+        """Finds the files that rows name."""
         self._recipe = folder / _WORK / "recipe.json"
         self._overwriting = folder / _WORK / "overwriting"
 
@@ -165,12 +169,13 @@ class Workspace:
 
     def _files_in_place(self, row: Row, sizes: dict[str, int]) -> bool:
         """Whether the row's files exist and are large enough; ``sizes`` caches the sizes of files."""
-        for file in row.files:
+        files = row.files(self.locator)
+        for file in files:
             if file not in sizes:
                 path = self._folders.path_inside(file)
                 sizes[file] = os.path.getsize(path) if os.path.isfile(path) else -1
         if row.packed is None:
-            return sizes[row.files[0]] == row.file_bytes
+            return sizes[files[0]] == row.file_bytes
         return all(
             sizes[location.file] >= location.offset + location.num_bytes
             for location in row.packed.locations.values()
@@ -189,14 +194,23 @@ class Workspace:
             return False
         return len(rows) == num_samples and all(self._files_in_place(row, sizes) for row in rows)
 
+    def checkpoints(self) -> list[Checkpoint]:
+        """The checkpoints of unfinished tasks, with the rows that are usable."""
+        return [
+            dataclasses.replace(checkpoint, rows=tuple(self._usable(checkpoint.rows).values()))
+            for checkpoint in self._commits.checkpoints()
+        ]
+
+    def checkpoint_of(self, task_id: str) -> Checkpoint:
+        """The checkpoint of a task."""
+        return self._commits.checkpoint_of(task_id)
+
     def failed_before(self) -> set[str]:
-        """The names of inputs that failed in an earlier run, finished or interrupted."""
-        names = {failure.name for failure in self._commits.failures()}
-        path = self.folder / FAILURES_NAME
-        if path.is_file():
-            lines = path.read_text(encoding="utf-8").splitlines()
-            names |= {json.loads(line)["name"] for line in lines if line}
-        return names
+        """The names of inputs that failed in an earlier run, finished or interrupted.
+
+        Failures in checkpoints are left out: the tasks of an interrupted run must be cut again as they were.
+        """
+        return {failure.name for failure in (*self._commits.failures(), *read_failures(self.folder))}
 
     # ---- working on it ----------------------------------------------------------------------
 
@@ -213,8 +227,22 @@ class Workspace:
         write_text(self._recipe, json.dumps(recipe))
 
     def commit(self, commit: Commit) -> None:
-        """Make a task's outcome durable, in one step."""
+        """Make the outcome of a task, or of its first samples, durable in one step."""
         self._commits.write(commit)
+
+    def record_failures(self, failures: Iterable[Failure]) -> None:
+        """Add failures to ``failures.jsonl`` without finishing the run.
+
+        Args:
+            failures: Those of this run.
+        """
+        committed = {row.sample_name for row in self._commits.rows()}
+        found = {
+            failure.name: failure for failure in (*read_failures(self.folder), *self._commits.failures())
+        }
+        found = {name: failure for name, failure in found.items() if name not in committed}
+        found |= {failure.name: failure for failure in failures}
+        write_failures(self.folder / FAILURES_NAME, [found[name] for name in sorted(found)])
 
     def finish(
         self, rows: Sequence[Row], failures: Sequence[Failure], shard_size: int, metadata: CacheMetadata
@@ -236,7 +264,7 @@ class Workspace:
     def remove_unused(self, rows: Iterable[Row]) -> None:
         """Remove temporary files, and cache files that no row names."""
         self.remove_drafts()
-        kept = {self.folder / file for row in rows for file in row.files}
+        kept = {self.folder / file for row in rows for file in row.files(self.locator)}
         for folder in self._bucket_folders():
             for path in folder.iterdir():
                 if _CACHE_FILE.fullmatch(path.name) and path not in kept:

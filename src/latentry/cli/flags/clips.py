@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from latentry.cli.flags import add_flag
+from latentry.cli.flags import add_flag, whole_number
 from latentry.errors import ConfigError
 from latentry.extras import require_extra
 
@@ -29,14 +29,14 @@ def add_clip_flags(parser: argparse.ArgumentParser, sizes: Any) -> None:
         group,
         "--num_frames",
         metavar="N",
-        type=int,
+        type=whole_number(1),
         help="extract N evenly spaced frames per file; only with --mode frames (default: 10)",
     )
     add_flag(
         group,
         "--target_frames",
         metavar="N",
-        type=int,
+        type=whole_number(1),
         help="make every clip N frames long (default: as many as the file has and the model and --max_frames allow)",
     )
     add_flag(
@@ -59,13 +59,13 @@ def add_clip_flags(parser: argparse.ArgumentParser, sizes: Any) -> None:
         "--window_step_s",
         metavar="SECONDS",
         type=float,
-        help="start a window every so many seconds; needed by --windows slide (default: none)",
+        help="start a window at this interval; needed by --windows slide (default: none)",
     )
     add_flag(
         group,
         "--max_frames",
         metavar="N",
-        type=int,
+        type=whole_number(0),
         help="limit clips to N frames where --target_frames is not given; 0 removes the limit (default: 257)",
     )
     add_flag(
@@ -85,14 +85,14 @@ def add_clip_flags(parser: argparse.ArgumentParser, sizes: Any) -> None:
         sizes,
         "--height",
         metavar="PIXELS",
-        type=int,
+        type=whole_number(1),
         help="encode every clip at this height; needs --width (default: choose a bucket per clip)",
     )
     add_flag(
         sizes,
         "--width",
         metavar="PIXELS",
-        type=int,
+        type=whole_number(1),
         help="encode every clip at this width; needs --height (default: choose a bucket per clip)",
     )
     add_flag(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from latentry.cli.flags import add_flag
+from latentry.cli.flags import add_flag, whole_number
 
 
 def add_input_flags(parser: argparse.ArgumentParser, media: str) -> None:
@@ -38,7 +38,7 @@ def add_input_flags(parser: argparse.ArgumentParser, media: str) -> None:
         group,
         f"--max_{media}s",
         metavar="N",
-        type=int,
+        type=whole_number(1),
         help="encode only the first N, folder by folder and sorted by name in each (default: all)",
     )
     add_flag(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from latentry.cli.flags import add_flag
+from latentry.cli.flags import add_flag, whole_number
 
 _PRESETS = ("256p", "512p", "768p", "1024p", "1536p")
 
@@ -29,7 +29,7 @@ def add_size_flags(parser: argparse.ArgumentParser, *, preset: str) -> Any:
         size,
         "--max_pixels",
         metavar="N",
-        type=int,
+        type=whole_number(1),
         help="limit samples to N pixels (default: by --resolution_preset)",
     )
     add_flag(
@@ -98,9 +98,10 @@ def add_crop_mode_flag(group: Any) -> None:
     add_flag(
         group,
         "--crop_mode",
-        metavar="MODE",
+        choices=("center", "random", "smart", "none"),
         default="center",
-        help="crop at the center, at a random position, or where the detail is (smart) (default: center)",
+        help="crop at the center, at a random position, where the detail is (smart), or stretch instead (none) "
+        "(default: center)",
     )
 
 
