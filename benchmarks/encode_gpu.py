@@ -94,7 +94,7 @@ class _Random:
             super().use_fused_encoders()
 
     @classmethod
-    def weights_identity(cls, model_name: str) -> str:
+    def weights_identity(cls, model_name: str, *, download: bool = True) -> str:
         return "random"
 
 

@@ -20,8 +20,9 @@ from pathlib import Path
 import av
 def peak_mb():
     return next(int(l.split()[1]) for l in open("/proc/self/status") if l.startswith("VmHWM")) / 1024
-from latentry.media.video_reader import evenly_spaced
-from latentry.media.videos import read_frames, read_timeline
+from latentry.media.windows import evenly_spaced
+from latentry.media.timeline import read_timeline
+from latentry.media.videos import read_frames
 before = peak_mb()
 start = time.perf_counter()
 film = Path(sys.argv[1])

@@ -17,7 +17,8 @@ from latentry.buckets import MultiTierBucketCalculator
 from latentry.cli import main
 from latentry.encode.prepare import Progress
 from latentry.encode.recipe import Recipe
-from latentry.media.videos import read_frames, read_timeline
+from latentry.media.timeline import read_timeline
+from latentry.media.videos import read_frames
 from latentry.processors.fused.clip import ClipEncoder
 from latentry.processors.fused.hunyuan_vae import HunyuanEncoder
 from latentry.processors.fused.image_vae import ImageEncoder
@@ -113,7 +114,7 @@ def files_of(cache: Path) -> dict[str, int]:
 
 def read_counters(clip: Path, wanted: list[int]) -> list[int]:
     """The numbers that are drawn into some frames of a counter clip."""
-    return read_frames(clip, read_timeline(clip), wanted, read_counter)
+    return read_frames(clip, read_timeline(clip), wanted, read_counter).in_order(wanted)
 
 
 def real_clips() -> list[Path]:

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from latentry.buckets import MultiTierBucketCalculator
+from latentry.buckets import MultiTierBucketCalculator, parse_aspect_ratio
 from latentry.crops import covering_size
 from latentry.errors import ConfigError
 
@@ -235,3 +235,65 @@ def test_results_are_writable_and_invalid_seeds_are_refused():
 
 def test_smart_crop_of_a_uniform_image_is_the_centre():
     assert crop(Image.new("RGB", (300, 100)), 100, 100, "smart")[1:] == (100, 0)
+
+
+# ---- chosen aspect ratios -------------------------------------------------------------------
+
+RATIOS = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=8, unique=True)
+
+
+def _is_rounded(width, height, ratio, step):
+    """Whether the longer side is that of the ratio, give or take some steps: more for longer shapes."""
+    long, short = (width, height) if ratio >= 1 else (height, width)
+    ratio = max(ratio, 1 / ratio)
+    return abs(long - short * ratio) <= (2.5 + ratio) * step
+
+
+@given(
+    ratios=RATIOS,
+    step=st.sampled_from([8, 16, 32]),
+    side=st.integers(384, 2048),
+    width=SIDES,
+    height=SIDES,
+)
+def test_chosen_aspect_ratios(ratios, step, side, width, height):
+    calculator = MultiTierBucketCalculator(step, side * side, aspect_ratios=ratios)
+    assert 1 <= len(calculator.buckets) <= len(ratios)
+    for bucket in calculator.buckets:
+        w, h = bucket["resolution"]
+        assert w % step == h % step == 0
+        assert 0 < w * h <= side * side
+        # Its shape is one of the list, up to rounding to the grid and into the budget.
+        assert any(_is_rounded(w, h, a / b, step) for a, b in ratios), f"{w}x{h} is none of {ratios}"
+    bucket = calculator.get_bucket_for_image(width, height)
+    assert bucket is min(calculator.buckets, key=lambda b: abs(b["aspect_ratio"] - width / height))
+    assert calculator.assign([width], [height]).tolist() == [bucket["id"]]
+
+
+def test_the_standard_ratios_chosen_by_hand_change_nothing():
+    for step, pixels in ((64, 256 * 256), (16, 512 * 512)):
+        chosen = MultiTierBucketCalculator(
+            step, pixels, aspect_ratios=MultiTierBucketCalculator.ASPECT_RATIOS
+        )
+        assert chosen.buckets == MultiTierBucketCalculator(step, pixels).buckets
+
+
+@pytest.mark.parametrize(
+    ("ratios", "says"),
+    [
+        ([(1, 1), (99, 1)], "the aspect ratio 99:1 does not fit into 65536 pixels on a grid of 64"),
+        ([(0, 1)], "aspect ratio size is 0x1"),
+        ([], "there are 0 aspect ratios; give 1 to 256"),
+        ([(n, n + 1) for n in range(1, 300)], "there are 299 aspect ratios"),
+    ],
+)
+def test_unusable_aspect_ratios_are_named(ratios, says):
+    with pytest.raises(ConfigError, match=says):
+        MultiTierBucketCalculator(aspect_ratios=ratios)
+
+
+@given(width=st.integers(1, 10_000), height=st.integers(1, 10_000))
+def test_aspect_ratios_are_parsed_in_lowest_terms(width, height):
+    a, b = parse_aspect_ratio(f"{width}:{height}")
+    assert a * height == b * width
+    assert np.gcd(a, b) == 1

@@ -19,17 +19,27 @@ if TYPE_CHECKING:
     from latentry.errors import LatentryError as LatentryError
     from latentry.errors import StateError as StateError
     from latentry.media.video_options import VideoOptions as VideoOptions
+    from latentry.serve.config import TextToImageDataloaderConfig as TextToImageDataloaderConfig
+    from latentry.serve.config import TextToImageDatasetConfig as TextToImageDatasetConfig
+    from latentry.serve.config import TextToVideoDataloaderConfig as TextToVideoDataloaderConfig
+    from latentry.serve.config import TextToVideoDatasetConfig as TextToVideoDatasetConfig
     from latentry.serve.config import (
         build_text_to_image_multiresolution_dataloader as build_text_to_image_multiresolution_dataloader,
     )
     from latentry.serve.config import (
         build_video_multiresolution_dataloader as build_video_multiresolution_dataloader,
     )
-    from latentry.serve.config import from_config as from_config
+    from latentry.serve.dataloader_build import DiffusionDataloaderBuild as DiffusionDataloaderBuild
     from latentry.serve.dataset import BaseMultiresolutionDataset as BaseMultiresolutionDataset
     from latentry.serve.dataset import TextToImageDataset as TextToImageDataset
     from latentry.serve.dataset import TextToVideoDataset as TextToVideoDataset
+    from latentry.serve.meta_files import MetaFilesDataloaderConfig as MetaFilesDataloaderConfig
+    from latentry.serve.meta_files import MetaFilesDataset as MetaFilesDataset
+    from latentry.serve.meta_files import MetaFilesDatasetConfig as MetaFilesDatasetConfig
+    from latentry.serve.mock import MockWanDataloaderConfig as MockWanDataloaderConfig
+    from latentry.serve.mock import MockWanDatasetConfig as MockWanDatasetConfig
     from latentry.serve.sampler import SequentialBucketSampler as SequentialBucketSampler
+    from latentry.serve.yaml_config import from_config as from_config
 
 from latentry import _old_names
 
@@ -39,18 +49,28 @@ _HOME = {
     "BaseMultiresolutionDataset": "serve.dataset",
     "CacheError": "errors",
     "ConfigError": "errors",
+    "DiffusionDataloaderBuild": "serve.dataloader_build",
     "LatentryError": "errors",
+    "MetaFilesDataloaderConfig": "serve.meta_files",
+    "MetaFilesDataset": "serve.meta_files",
+    "MetaFilesDatasetConfig": "serve.meta_files",
+    "MockWanDataloaderConfig": "serve.mock",
+    "MockWanDatasetConfig": "serve.mock",
     "MultiTierBucketCalculator": "buckets",
     "Recipe": "encode.recipe",
     "SequentialBucketSampler": "serve.sampler",
     "StateError": "errors",
+    "TextToImageDataloaderConfig": "serve.config",
     "TextToImageDataset": "serve.dataset",
+    "TextToImageDatasetConfig": "serve.config",
+    "TextToVideoDataloaderConfig": "serve.config",
     "TextToVideoDataset": "serve.dataset",
+    "TextToVideoDatasetConfig": "serve.config",
     "VideoOptions": "media.video_options",
     "build_text_to_image_multiresolution_dataloader": "serve.config",
     "build_video_multiresolution_dataloader": "serve.config",
     "convert_cache": "cache.convert",
-    "from_config": "serve.config",
+    "from_config": "serve.yaml_config",
     "prepare": "encode.prepare",
     "verify_cache": "encode.verify",
 }

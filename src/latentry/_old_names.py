@@ -22,7 +22,12 @@ MOVED_MODULES: dict[str, tuple[str, ...]] = {
     "latentry.captions": ("latentry.sources.captions",),
     "latentry.conversion": ("latentry.cache.convert",),
     "latentry.datasets": ("latentry.serve.dataset",),
-    "latentry.loader": ("latentry.serve.config", "latentry.serve.loader", "latentry.serve.collate"),
+    "latentry.loader": (
+        "latentry.serve.config",
+        "latentry.serve.yaml_config",
+        "latentry.serve.loader",
+        "latentry.serve.collate",
+    ),
     "latentry.machine": ("latentry.hardware",),
     "latentry.order": ("latentry.serve.order", "latentry.seeds"),
     "latentry.plan": ("latentry.encode.recipe", "latentry.encode.plan", "latentry.cache.format"),

@@ -1,7 +1,7 @@
 """Resolution buckets under a pixel budget: which size an image is cut to.
 
-The bucket list is a pure function of (quantization, max_pixels). It has, for each standard aspect ratio, the largest
-resolution on the quantization grid that the budget allows, without duplicates. An image goes to the bucket whose
+The bucket list is a pure function of (quantization, max_pixels, aspect_ratios). It has, for each aspect ratio, the
+largest resolution on the quantization grid that the budget allows, without duplicates. An image goes to the bucket whose
 aspect ratio is nearest to its own. Each bucket owns an interval of aspect ratios, so the borders between
 neighbouring buckets are computed once, exactly. A million images then take a few vectorised comparisons, about 15 ns
 per image, instead of one subtraction per image and bucket. The module needs numpy only:
@@ -13,6 +13,8 @@ from __future__ import annotations
 import logging
 import math
 from bisect import bisect_left
+from collections.abc import Sequence
+from fractions import Fraction
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 DEFAULT_MAX_PIXELS = 256 * 256
+_MAX_ASPECT_RATIOS = 256
 _ASSIGN_CHUNK = 1 << 16
 """Images per vectorised step: small enough that all intermediate arrays stay in the L2 cache."""
 
@@ -42,6 +45,22 @@ def aspect_name(aspect_ratio: float) -> str:
     if aspect_ratio < 0.85:
         return "tall"
     return "wide" if aspect_ratio > 1.18 else "square"
+
+
+def parse_aspect_ratio(text: str) -> tuple[int, int]:
+    """An aspect ratio as (width, height) in lowest terms.
+
+    >>> parse_aspect_ratio("16:10"), parse_aspect_ratio("2.39:1")
+    ((8, 5), (239, 100))
+    """
+    width, colon, height = text.partition(":")
+    try:
+        ratio = Fraction(width) / Fraction(height)
+    except (ValueError, ZeroDivisionError):
+        ratio = Fraction(0)
+    if not colon or ratio <= 0:
+        raise ConfigError(f"{text!r} is not an aspect ratio; write width:height, such as 4:3")
+    return ratio.numerator, ratio.denominator
 
 
 class MultiTierBucketCalculator:
@@ -58,6 +77,7 @@ class MultiTierBucketCalculator:
         quantization: Widths and heights of buckets are multiples of this. 64 suits FLUX.
         max_pixels: The most pixels a bucket may have; None for 256 x 256.
         debug_mode: Log one line per bucket.
+        aspect_ratios: The shapes of buckets as (width, height), and no others; None for ``ASPECT_RATIOS``.
     """
 
     ASPECT_RATIOS: tuple[tuple[int, int], ...] = (
@@ -84,7 +104,12 @@ class MultiTierBucketCalculator:
     """Preset name to pixel budget: the pixels of a square with that side."""
 
     def __init__(
-        self, quantization: int = 64, max_pixels: int | None = None, debug_mode: bool = False
+        self,
+        quantization: int = 64,
+        max_pixels: int | None = None,
+        debug_mode: bool = False,
+        *,
+        aspect_ratios: Sequence[tuple[int, int]] | None = None,
     ) -> None:
         if quantization < 1:
             raise ConfigError(f"quantization is {quantization}; it must be at least 1 (64 suits FLUX)")
@@ -97,6 +122,9 @@ class MultiTierBucketCalculator:
             )
         self.quantization = quantization
         self.max_pixels = max_pixels
+        self.aspect_ratios = self.ASPECT_RATIOS if aspect_ratios is None else tuple(aspect_ratios)
+        if aspect_ratios is not None:
+            self._check_aspect_ratios()
         self.buckets = self._generate_all_buckets()
         self._build_lookup_structures()
         if debug_mode:
@@ -119,18 +147,32 @@ class MultiTierBucketCalculator:
     # ---- the bucket list --------------------------------------------------------------------
 
     def _generate_all_buckets(self) -> list[dict[str, Any]]:
-        """One bucket per distinct resolution of the standard aspect ratios."""
-        candidates = (self._calculate_max_resolution(w / h) for w, h in self.ASPECT_RATIOS)
+        """One bucket per distinct resolution of the aspect ratios."""
+        candidates = (self._calculate_max_resolution(w / h) for w, h in self.aspect_ratios)
         resolutions = sorted({r for r in candidates if r is not None}, key=lambda r: r[0] / r[1])
         if not resolutions:
             raise ConfigError(
-                f"none of the aspect ratios {self.ASPECT_RATIOS} fits into {self.max_pixels} pixels on a grid of "
+                f"none of the aspect ratios {self.aspect_ratios} fits into {self.max_pixels} pixels on a grid of "
                 f"{self.quantization}; raise max_pixels or add an aspect ratio closer to 1:1"
             )
         return [
             {"id": i, "resolution": (w, h), "aspect_ratio": w / h, "pixels": w * h}
             for i, (w, h) in enumerate(resolutions)
         ]
+
+    def _check_aspect_ratios(self) -> None:
+        """Refuse chosen aspect ratios that are not positive, do not fit, or are too many."""
+        for width, height in self.aspect_ratios:
+            require_positive("aspect ratio", width, height)
+            if self._calculate_max_resolution(width / height) is None:
+                raise ConfigError(
+                    f"the aspect ratio {width}:{height} does not fit into {self.max_pixels} pixels on a grid of "
+                    f"{self.quantization}; raise max_pixels, use a finer grid, or leave it out"
+                )
+        if not 0 < len(self.aspect_ratios) <= _MAX_ASPECT_RATIOS:
+            raise ConfigError(
+                f"there are {len(self.aspect_ratios)} aspect ratios; give 1 to {_MAX_ASPECT_RATIOS}"
+            )
 
     def _calculate_max_resolution(self, aspect_ratio: float) -> tuple[int, int] | None:
         """The largest (width, height) of this aspect ratio within the budget; None if a side would be zero."""
@@ -157,7 +199,7 @@ class MultiTierBucketCalculator:
         aspects = sorted(first_with_aspect)
         self._interval_bucket = [self.buckets[first_with_aspect[aspect]] for aspect in aspects]
         self._interval_id = np.array([bucket["id"] for bucket in self._interval_bucket], dtype=np.intp)
-        assert len(aspects) <= 256, "interval numbers must fit in a byte"
+        assert len(aspects) <= _MAX_ASPECT_RATIOS, "interval numbers must fit in a byte"
         self._borders = [
             _last_aspect_nearer_to(low, high, ties_go_low=first_with_aspect[low] < first_with_aspect[high])
             for low, high in pairwise(aspects)

@@ -11,6 +11,7 @@ situation, ours inherits from it too, so code that catches the built-in class ke
     ├── ModelError                                   a model's files are missing or unusable
     ├── MissingPackageError (ImportError)            an optional package is not installed
     ├── RunError                                     a run cannot start or continue
+    │   └── TooManyFailuresError                     too many inputs in a row failed
     └── CacheError                                   the files on disk are not a valid cache
         ├── CacheNotFoundError (FileNotFoundError)   there is no cache, or one of its files is missing
         ├── MetadataError (ValueError)               metadata.json or a metadata shard is invalid
@@ -52,6 +53,10 @@ class MissingPackageError(LatentryError, ImportError):
 
 class RunError(LatentryError):
     """A run cannot start or continue: another run is active, the recipe differs, or a write fails."""
+
+
+class TooManyFailuresError(RunError):
+    """So many inputs in a row failed that the cause is probably not in the files."""
 
 
 class CacheError(LatentryError):

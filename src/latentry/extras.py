@@ -14,6 +14,8 @@ from latentry.errors import MissingPackageError
 
 EXTRAS: dict[str, tuple[str, ...]] = {
     "encode": ("av", "PIL", "simplejpeg", "rich"),
+    "formats": ("pillow_heif", "pillow_jxl"),
+    "scenes": ("scenedetect",),
     "models": ("diffusers", "transformers", "accelerate", "sentencepiece", "ftfy"),
 }
 """Extra to the import names of its packages."""

@@ -80,6 +80,18 @@ class Caption:
     """``sidecar``, ``txt``, ``jsonl``, ``meta_json`` or ``file name``."""
 
 
+class Window(NamedTuple):
+    """The part of a video from which the frames of a sample are taken."""
+
+    start_s: float | None
+    """Seconds after the first frame; None if the file has no usable time stamps."""
+    first_frame: int
+    """The number of the first frame of the part, from 0."""
+    last_frame: int
+    num_frames: int
+    """How many frames the sample has."""
+
+
 @dataclass(frozen=True, slots=True)
 class PlannedSample:
     """A sample to encode: everything except its pixels."""
@@ -97,6 +109,8 @@ class PlannedSample:
     """The number of this sample among those of its file, from 0."""
     num_samples: int = 1
     """How many samples the file gives."""
+    window: Window | None = None
+    """The part of the video, where it is not the whole or its beginning."""
 
     @property
     def name(self) -> str:
@@ -114,6 +128,18 @@ class Failure:
 
 
 @dataclass(frozen=True, slots=True)
+class SizeChange:
+    """How an input is changed to fit its bucket, or the mean over the samples of a bucket."""
+
+    upscale: float
+    """The factor by which it is scaled up; 1 if it is not."""
+    crop: float
+    """The share of its area that cropping loses, from 0 to 1."""
+    stretch: float
+    """The factor by which its aspect ratio is changed; 1 if it is cropped instead."""
+
+
+@dataclass(frozen=True, slots=True)
 class Task:
     """The unit of work: samples of one bucket that are encoded and committed together."""
 
@@ -123,6 +149,8 @@ class Task:
     samples: tuple[PlannedSample, ...]
     retry: bool = False
     """Whether these samples failed in an earlier run. Failing again does not count towards stopping the run."""
+    num_finished: int = 0
+    """How many of the first samples the checkpoint of an interrupted run has."""
 
 
 HUNYUAN = "hunyuan"
@@ -156,12 +184,19 @@ class ProcessorInfo:
     temporal_factor: int = 1
     """Frames per latent frame, after the first."""
     quantum: int = 64
-    """Bucket sides are multiples of this many pixels."""
+    """Bucket sides are multiples of this many pixels, unless the user asks for a finer or coarser step."""
+    patch: int = 2
+    """Latent positions per token of the transformer, along each side."""
     latent_channels: int = 16
     model_version: str = ""
     """The release of the model, recorded in the cache files of videos."""
     version: int = 1
     """Raised when the same inputs give different numbers, so that caches are encoded again."""
+
+    @property
+    def min_quantum(self) -> int:
+        """Pixels per token of the transformer, along each side. Every bucket step is a multiple of it."""
+        return self.spatial_factor * self.patch
 
     @property
     def frame_rule(self) -> str:

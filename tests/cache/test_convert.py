@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from helpers import EXAMPLES, PACKED, assert_same_batches, edit_json, shards_of
+from helpers import EXAMPLES, PACKED, SMALL, assert_same_batches, edit_json, run_main, shards_of
 
 import latentry
 from latentry import Recipe, prepare, verify_cache
@@ -230,3 +231,26 @@ def test_metadata_without_a_usable_shard_size(tmp_path, shard_size):
     edit_json(source / "metadata.json", lambda metadata: metadata.update(shard_size=shard_size))
     convert_cache(source, tmp_path / "pt", "pt")
     assert len(list(TextToImageDataset(tmp_path / "pt"))) == 3
+
+
+def test_failures_are_kept(photos, tmp_path, capsys):
+    (photos / "broken.jpg").write_bytes((photos / "space" / "astronaut.jpg").read_bytes()[:20_000])
+    prepare(SMALL, image_dir=photos, output_dir=tmp_path / "cache")
+    status, out, _ = run_main(
+        capsys, "convert", tmp_path / "cache", "--output_dir", tmp_path / "packed", "--json"
+    )
+    assert status == 0
+    result = json.loads(out)
+    assert (result["samples"], result["output_format"]) == (12, "packed")
+    assert result["output_dir"] == str(tmp_path / "packed")
+    assert result["size_bytes"] > 0
+    failures = [(tmp_path / name / "failures.jsonl").read_text() for name in ("cache", "packed")]
+    assert failures[0] == failures[1]
+    assert "broken.jpg" in failures[0]
+
+
+def test_failures_of_another_form_are_no_obstacle(image_cache, tmp_path):
+    cache = shutil.copytree(image_cache, tmp_path / "cache")
+    (cache / "failures.jsonl").write_text('{"name": "a.jpg", "reason": "is odd"}\nnot JSON\n{"file": "b"}\n')
+    convert_cache(cache, tmp_path / "packed")
+    assert (tmp_path / "packed" / "failures.jsonl").read_text() == '{"name": "a.jpg", "reason": "is odd"}\n'

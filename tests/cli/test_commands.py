@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 from helpers import EXAMPLES, run_main
 
+from latentry import Recipe, prepare
 from latentry.cli import main
 
 NEMO = [sys.executable, "-m", "tools.diffusion.preprocessing_multiprocess"]
@@ -32,6 +33,8 @@ def test_run_prints_table(capsys, tmp_path):
     assert "128x128" in out
     assert "3 from jsonl" in out
     assert "no GPU in use: encoding on the CPU" in err
+    assert err.count("encoding with tiny, the embedded model") == 1
+    assert "to train, choose --processor flux" in err
     assert "encode: 12/12, 0 failed" in err
     assert (tmp_path / "cache" / "metadata.json").exists()
 
@@ -41,6 +44,39 @@ def test_dry_run_writes_nothing(capsys, tmp_path):
     assert status == 0
     assert "3 would be encoded" in out
     assert not (tmp_path / "cache").exists()
+
+
+def test_chosen_processor_is_not_explained(capsys, tmp_path):
+    _, _, err = run_main(capsys, *image(tmp_path / "cache", "--processor", "tiny", "--dry_run"))
+    assert "embedded" not in err
+
+
+@pytest.mark.parametrize("shown", ["--dry_run", "--json"])
+def test_dry_run_needs_no_weights(capsys, tmp_path, flux_folder, shown):
+    """Not even those of a cache that is there already."""
+    missing = ["--processor", "flux", "--model_name", "nobody/nothing", "--dry_run"]
+    status, out, err = run_main(capsys, *image(tmp_path / "cache", *missing, shown))
+    assert (status, err.count("\n")) == (0, 1), err
+    words = " ".join(out.split())
+    assert "the weights of nobody/nothing are not on this machine" in words
+    assert "12 would be encoded" in words or json.loads(out)["encoded"] == 12
+    prepare(Recipe(max_pixels=128 * 128, processor="flux", model_name=str(flux_folder)), image_dir=EXAMPLES,
+            output_dir=tmp_path / "cache", max_files=2)  # fmt: skip
+    status, out, _ = run_main(capsys, *image(tmp_path / "cache", *missing, shown))
+    words = " ".join(out.split())
+    assert "it assumes that the cache was made with them" in words
+    assert "10 would be encoded, 2 already done" in words or json.loads(out)["already_done"] == 2
+
+
+def test_planning_counts_failures(capsys, tmp_path):
+    photos = shutil.copytree(EXAMPLES, tmp_path / "photos")
+    (photos / "bad.jpg").write_text("no")
+    (photos / "dangling.jpg").symlink_to("nowhere")
+    command = ["image", "--image_dir", photos, "--output_dir", tmp_path / "cache", "--max_pixels", 128 * 128]
+    _, _, err = run_main(capsys, *command)
+    assert "plan: 14/14, 2 failed" in err
+    _, _, err = run_main(capsys, *command)
+    assert "plan: 14/14, 2 failed" in err, "what is already done counts as planned"
 
 
 def test_json_and_quiet(capsys, tmp_path):
@@ -68,7 +104,7 @@ def test_processors_are_listed(capsys):
     status, out, _ = run_main(capsys, "processors")
     assert status == 0
     lines = out.splitlines()
-    assert [line.split()[0] for line in lines] == ["name", "tiny", "flux", "wan", "hunyuan"]
+    assert [line.split()[0] for line in lines] == ["name", "tiny", "flux", "wan", "wan2.2", "hunyuan"]
     assert "black-forest-labs/FLUX.1-dev" in out
     assert run_main(capsys, "--list_processors")[1] == out
 

@@ -5,15 +5,16 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from functools import partial
 
 import pytest
 import torch
-from helpers import SMALL, rows_of, stopped_after
+from helpers import PACKED, SMALL, rows_of, stopped_after
 
 from latentry import Recipe, prepare
 from latentry.cache.latent_checks import latent_problem
 from latentry.encode import plan
-from latentry.errors import ConfigError, RunError
+from latentry.errors import ConfigError, RunError, TooManyFailuresError
 from latentry.serve.dataset import TextToImageDataset
 
 
@@ -46,20 +47,37 @@ def test_only_bad_files(tmp_path):
     assert not (tmp_path / "cache" / "metadata.json").exists()
 
 
-def test_too_many_failures_in_a_row_stop_the_run(photos, tmp_path, monkeypatch):
-    monkeypatch.setattr("latentry.encode.pipeline.MAX_FAILURES_IN_A_ROW", 3)
+@pytest.mark.parametrize("recipe", [SMALL, PACKED], ids=["files", "packed"])
+def test_too_many_failures_in_a_row_stop_the_run(photos, tmp_path, recipe):
+    """What is finished is kept, and ``failures.jsonl`` says what failed."""
     whole = (photos / "space" / "astronaut.jpg").read_bytes()
-    for i in range(4):
+    for i in range(5):
         (photos / f"broken_{i}.jpg").write_bytes(whole[:20_000])
-    with pytest.raises(RunError, match="3 inputs in a row failed"):
-        prepare(SMALL, image_dir=photos, output_dir=tmp_path / "cache")
+    (photos / "empty.jpg").touch()
+    cache = tmp_path / "cache"
+    encoded = []
+
+    def count(progress):
+        if progress.phase == "encode":
+            encoded.append(progress.done - progress.failures)
+
+    with pytest.raises(TooManyFailuresError, match=r"3 inputs in a row failed.*--max_failures"):
+        prepare(recipe, image_dir=photos, output_dir=cache, max_failures=3, on_progress=count)
+    lines = [json.loads(line)["name"] for line in (cache / "failures.jsonl").read_text().splitlines()]
+    assert lines == ["broken_0.jpg", "broken_1.jpg", "broken_2.jpg", "empty.jpg"]
+    assert encoded[-1] > 0
+    unlimited = prepare(recipe, image_dir=photos, output_dir=cache, max_failures=0)
+    assert unlimited.num_already_done == encoded[-1]
+    assert unlimited.num_encoded == 12 - encoded[-1]
+    assert len(unlimited.failures) == 6
+    assert len(list(TextToImageDataset(cache))) == 12
 
 
 @pytest.mark.parametrize(
     ("change", "error", "says"),
     [
         ({"image_dir": "missing"}, ConfigError, "missing does not exist"),
-        ({"image_dir": "empty"}, ConfigError, "holds no media"),
+        ({"image_dir": "empty"}, ConfigError, "holds no images"),
         ({"image_dir": "file"}, ConfigError, "is a file, not a folder"),
         ({"output_dir": "file/cache"}, RunError, "cannot write to"),
         ({"batch_size": 0}, ConfigError, "batch_size is 0"),
@@ -102,20 +120,20 @@ def test_input_that_now_fails_is_removed_from_the_cache(photos, tmp_path):
 
 
 def test_retried_failures_do_not_count_as_failures_in_a_row(photos, tmp_path, monkeypatch):
-    monkeypatch.setattr("latentry.encode.pipeline.MAX_FAILURES_IN_A_ROW", 3)
+    run = partial(prepare, SMALL, image_dir=photos, max_failures=3)
     monkeypatch.setattr(plan, "TASK_SIZE", 4)
     whole = (photos / "space" / "astronaut.jpg").read_bytes()
     for i in range(6):
         (photos / f"{i}_a_good.jpg").write_bytes(whole)
         (photos / f"{i}_broken.jpg").write_bytes(whole[:20_000])
-    first = prepare(SMALL, image_dir=photos, output_dir=tmp_path / "cache")
+    first = run(output_dir=tmp_path / "cache")
     assert len(first.failures) == 6
     (photos / "new.jpg").write_bytes(whole)
-    second = prepare(SMALL, image_dir=photos, output_dir=tmp_path / "cache")
+    second = run(output_dir=tmp_path / "cache")
     assert (second.num_encoded, len(second.failures)) == (1, 6)
     with pytest.raises(KeyboardInterrupt):
-        prepare(SMALL, image_dir=photos, output_dir=tmp_path / "stopped", on_progress=stopped_after(12))
-    resumed = prepare(SMALL, image_dir=photos, output_dir=tmp_path / "stopped")
+        run(output_dir=tmp_path / "stopped", on_progress=stopped_after(12))
+    resumed = run(output_dir=tmp_path / "stopped")
     assert len(resumed.failures) == 6
 
 
@@ -161,12 +179,11 @@ def test_nan_latents_and_captions_stop_the_run(photos, tmp_path, monkeypatch):
     for path in list(photos.rglob("*.jpg"))[:1]:
         for i in range(20):
             shutil.copy(path, path.with_name(f"copy_{i:03d}.jpg"))
-    monkeypatch.setattr("latentry.encode.pipeline.MAX_FAILURES_IN_A_ROW", 15)
     with monkeypatch.context() as patch:
         encode = TinyProcessor.encode_pixels
         patch.setattr(TinyProcessor, "encode_pixels", lambda self, *a: encode(self, *a) * float("nan"))
         with pytest.raises(RunError, match=r"15 inputs in a row failed.*has a latent with NaN"):
-            prepare(SMALL, image_dir=photos, output_dir=tmp_path / "latents")
+            prepare(SMALL, image_dir=photos, output_dir=tmp_path / "latents", max_failures=15)
     texts = TinyProcessor.encode_texts
 
     def one_bad(self, captions):

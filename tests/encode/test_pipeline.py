@@ -13,7 +13,8 @@ import latentry
 from latentry import prepare
 from latentry.encode.batch_encoder import QueuedBatch
 from latentry.encode.pipeline import _first_is_due
-from latentry.encode.read_ahead import ReadAhead, RunningTask
+from latentry.encode.read_ahead import ReadAhead
+from latentry.encode.running_task import RunningTask
 from latentry.engines import local
 from latentry.media.image_reader import ImageReader
 

@@ -100,7 +100,7 @@ def test_flux_cache_equals_its_pipeline(photos, tmp_path, flux_folder):
 
     for item in TextToImageDataset(tmp_path / "cache"):
         bucket = tuple(item["crop_resolution"].tolist())
-        pixels, offset = fit_to_bucket(decode_image(Path(item["image_path"]).read_bytes()), bucket)
+        pixels, offset = fit_to_bucket(decode_image(Path(item["image_path"]).read_bytes()).pixels, bucket)
         assert item["crop_offset"].tolist() == list(offset)
         picture = Image.fromarray(pixels.permute(1, 2, 0).numpy())
         with torch.no_grad():

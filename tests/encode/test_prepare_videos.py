@@ -6,12 +6,13 @@ import json
 import os
 import subprocess
 import sys
+from collections import defaultdict
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from helpers import real_clips, rows_of
+from helpers import edit_json, real_clips, rows_of
 
 import latentry
 from latentry import Recipe, prepare
@@ -19,6 +20,7 @@ from latentry.errors import ConfigError
 from latentry.media.video_options import VideoOptions
 from latentry.processors import processor_class
 from latentry.serve.dataset import TextToVideoDataset
+from latentry.storage import content_digest
 from latentry.testing import assert_same_cache, make_counter_clip, read_counter
 
 CPU = torch.device("cpu")
@@ -46,7 +48,10 @@ def tiny_recipe(**options) -> Recipe:
 
 def test_videos_to_batches(clips, tmp_path):
     result = prepare(
-        tiny_recipe(target_frames=25), video_dir=clips, output_dir=tmp_path / "cache", verify=True
+        tiny_recipe(target_frames=25, windows="uniform"),
+        video_dir=clips,
+        output_dir=tmp_path / "cache",
+        verify=True,
     )
     assert (result.num_encoded, result.failures) == (4, ())
     assert all(value > 20 for _, value in result.psnr_db.values())
@@ -105,14 +110,15 @@ def test_frames_mode(clips, tmp_path):
     result = prepare(tiny_recipe(mode="frames", num_frames=8), video_dir=clips, output_dir=cache)
     assert result.num_encoded == 32
     rows = [row for row in rows_of(cache) if row["source_name"] == "a.mp4"]
-    assert [row["frame_index"] for row in rows] == list(range(8))
+    assert [row["frame_index"] for row in rows] == list(range(1, 9))
     assert {row["total_frames_extracted"] for row in rows} == {8}
     assert [row["source_frame_index"] for row in rows] == np.linspace(0, 39, 8).astype(int).tolist()
     tiny = processor_class("tiny")("embedded", CPU, torch.float32)
     for row in rows:
         data = torch.load(row["cache_file"], weights_only=True)
         assert data["video_latents"].shape[2] == 1
-        assert "first_frame" not in data
+        assert data["first_frame"] is None
+        assert data["frame_index"] == row["frame_index"]
         assert data["processing_mode"] == "frames"
         assert data["prompt"] == "counting up"
         image = tiny.decode_latents(data["video_latents"])[0, :, 0].permute(1, 2, 0).numpy()
@@ -124,13 +130,45 @@ def test_frames_mode(clips, tmp_path):
     assert (changed.num_encoded, changed.num_already_done) == (8, 24)
 
 
-def test_damaged_clip_counts_as_one_failure_in_a_row(clips, tmp_path, monkeypatch):
-    monkeypatch.setattr("latentry.encode.pipeline.MAX_FAILURES_IN_A_ROW", 3)
+def count_frames_from_0(cache: Path) -> None:
+    """Make a frames cache what version 0.1 wrote: ``frame_index`` counts from 0, in rows and files."""
+
+    def change(rows):
+        for row in rows:
+            row["frame_index"] -= 1
+            data = torch.load(row["cache_file"], weights_only=True)
+            torch.save({**data, "frame_index": data["frame_index"] - 1}, row["cache_file"])
+            path = Path(row["cache_file"])
+            row |= {"file_bytes": path.stat().st_size, "file_digest": content_digest(path)}
+
+    edit_json(cache / "metadata_shard_0000.json", change)
+
+
+def test_older_frames_caches_count_from_0(clips, tmp_path):
+    cache, recipe = tmp_path / "cache", tiny_recipe(mode="frames", num_frames=8)
+    later = (clips / "C.MOV").rename(tmp_path / "C.MOV")
+    prepare(recipe, video_dir=clips, output_dir=cache)
+    count_frames_from_0(cache)
+    checked = latentry.verify_cache(cache, decode=True)
+    assert checked.problems == ()
+    assert min(checked.psnr_db.values()) > 20, "each latent is compared with its own frame"
+    later.rename(clips / "C.MOV")
+    added = prepare(recipe, video_dir=clips, output_dir=cache)
+    assert (added.num_encoded, added.num_already_done) == (8, 24)
+    indices = defaultdict(list)
+    for row in rows_of(cache):
+        indices[row["source_name"]].append(row["frame_index"])
+    assert list(indices.values()) == [list(range(1, 9))] * 4
+    assert latentry.verify_cache(cache, decode=True).problems == ()
+
+
+def test_damaged_clip_counts_as_one_failure_in_a_row(clips, tmp_path):
     whole = make_counter_clip(clips / "broken.mkv", 60, size=(160, 96)).read_bytes()
     broken = bytearray(whole)
     broken[len(whole) // 3 : len(whole) // 3 * 2] = bytes(len(whole) // 3)
     (clips / "broken.mkv").write_bytes(broken)
-    result = prepare(tiny_recipe(mode="frames", num_frames=8), video_dir=clips, output_dir=tmp_path / "cache")
+    recipe = tiny_recipe(mode="frames", num_frames=8)
+    result = prepare(recipe, video_dir=clips, output_dir=tmp_path / "cache", max_failures=3)
     assert result.num_encoded >= 32
 
 

@@ -15,14 +15,15 @@ from latentry import Recipe, prepare
 from latentry.errors import MediaError
 from latentry.media.content import MediaFile, read_media_file
 from latentry.media.image_reader import ImageReader
+from latentry.media.timeline import read_timeline
 from latentry.media.video_options import VideoOptions
 from latentry.media.video_reader import VideoReader
-from latentry.media.videos import read_frames, read_timeline
+from latentry.media.videos import read_frames
 from latentry.storage import content_digest
 from latentry.testing import assert_same_cache, make_counter_clip, read_counter
 from latentry.types import Bucket, Caption, PlannedSample, SourceFile
 
-VIDEOS = VideoReader(VideoOptions(target_frames=5), "center", frame_step=4)
+VIDEOS = VideoReader(VideoOptions(target_frames=5, windows="uniform"), "center", frame_step=4)
 IMAGES = ImageReader("center")
 
 
@@ -143,8 +144,8 @@ def assert_same_from_memory(clip: Path, step: int = 1) -> None:
     timeline = read_timeline(clip)
     assert read_timeline(file) == timeline
     wanted = [timeline.num_frames - 1, *range(0, timeline.num_frames, step)]
-    from_disk = read_frames(clip, timeline, wanted, lambda pixels: pixels)
-    from_memory = read_frames(file, timeline, wanted, lambda pixels: pixels)
+    from_disk = read_frames(clip, timeline, wanted, lambda pixels: pixels).in_order(wanted)
+    from_memory = read_frames(file, timeline, wanted, lambda pixels: pixels).in_order(wanted)
     assert all(np.array_equal(*pair) for pair in zip(from_disk, from_memory, strict=True))
 
 

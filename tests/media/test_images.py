@@ -12,7 +12,15 @@ from PIL import Image, ImageCms, ImageOps
 
 from latentry.crops import covering_size
 from latentry.errors import MediaError
-from latentry.media.images import decode_image, fit_to_bucket, probe_image
+from latentry.media.image_header import probe_image
+from latentry.media.images import decode_image, fit_to_bucket
+
+
+def pixels_of(content: bytes) -> np.ndarray:
+    """The pixels of an image that is not damaged."""
+    image = decode_image(content)
+    assert image.damage is None
+    return image.pixels
 
 
 def encoded(image, kind="PNG", **options):
@@ -36,7 +44,7 @@ def test_orientation_is_applied(photo, tmp_path, orientation, kind):
     path = tmp_path / "image"
     path.write_bytes(content)
     expected = np.asarray(ImageOps.exif_transpose(Image.open(io.BytesIO(content))).convert("RGB"))
-    pixels = decode_image(content)
+    pixels = pixels_of(content)
     assert pixels.shape == expected.shape
     assert np.abs(pixels.astype(int) - expected).max() <= 3
     assert probe_image(path) == (pixels.shape[1], pixels.shape[0])
@@ -47,34 +55,33 @@ def test_transparency_becomes_white():
     half.paste((255, 0, 0, 255), (0, 0, 4, 8))
     half.putpixel((7, 7), (0, 0, 0, 128))
     for image, kind in ((half, "PNG"), (half, "WEBP"), (half.quantize(16), "PNG")):
-        pixels = decode_image(encoded(image, kind, **({"lossless": True} if kind == "WEBP" else {})))
+        pixels = pixels_of(encoded(image, kind, **({"lossless": True} if kind == "WEBP" else {})))
         assert pixels[0, 0].tolist() == [255, 0, 0]
         assert pixels[0, 6].tolist() == [255, 255, 255]
-    assert decode_image(encoded(half))[7, 7].tolist() == [127, 127, 127]
+    assert pixels_of(encoded(half))[7, 7].tolist() == [127, 127, 127]
     grey = Image.merge("LA", [Image.new("L", (4, 4), 9), Image.new("L", (4, 4), 0)])
-    assert decode_image(encoded(grey))[0, 0].tolist() == [255, 255, 255]
+    assert pixels_of(encoded(grey))[0, 0].tolist() == [255, 255, 255]
     keyed = Image.new("RGB", (4, 4), (1, 2, 3))
-    assert decode_image(encoded(keyed, transparency=(1, 2, 3)))[0, 0].tolist() == [255, 255, 255]
+    assert pixels_of(encoded(keyed, transparency=(1, 2, 3)))[0, 0].tolist() == [255, 255, 255]
 
 
 def test_pixel_modes():
     grey = Image.linear_gradient("L")
-    assert (decode_image(encoded(grey))[:, 0, 0] == np.arange(256)).all()
+    assert (pixels_of(encoded(grey))[:, 0, 0] == np.arange(256)).all()
     assert (
-        np.abs(decode_image(encoded(grey, "JPEG", quality=100))[:, 0, 1].astype(int) - np.arange(256)).max()
-        <= 2
+        np.abs(pixels_of(encoded(grey, "JPEG", quality=100))[:, 0, 1].astype(int) - np.arange(256)).max() <= 2
     )
     deep = Image.fromarray((np.arange(256, dtype=np.uint16) * 257).reshape(16, 16))
-    assert (decode_image(encoded(deep)).reshape(-1, 3)[:, 2] == np.arange(256)).all()
+    assert (pixels_of(encoded(deep)).reshape(-1, 3)[:, 2] == np.arange(256)).all()
     bits = Image.new("1", (4, 4), 1)
-    assert (decode_image(encoded(bits)) == 255).all()
+    assert (pixels_of(encoded(bits)) == 255).all()
     palette = Image.new("RGB", (4, 4), (10, 200, 30)).quantize(4)
-    assert decode_image(encoded(palette))[0, 0].tolist() == [10, 200, 30]
+    assert pixels_of(encoded(palette))[0, 0].tolist() == [10, 200, 30]
     ink = Image.new("CMYK", (8, 8), (0, 255, 255, 0))
-    red = decode_image(encoded(ink, "JPEG", quality=100))[4, 4]
+    red = pixels_of(encoded(ink, "JPEG", quality=100))[4, 4]
     assert red[0] > 200
     assert red[1] < 60
-    assert decode_image(encoded(Image.new("RGB", (5, 3), "blue"), "BMP"))[0, 0].tolist() == [0, 0, 255]
+    assert pixels_of(encoded(Image.new("RGB", (5, 3), "blue"), "BMP"))[0, 0].tolist() == [0, 0, 255]
 
 
 def test_animation_gives_its_first_frame():
@@ -82,7 +89,7 @@ def test_animation_gives_its_first_frame():
     for kind in ("WEBP", "PNG"):
         options = {"lossless": True} if kind == "WEBP" else {}
         content = encoded(frames[0], kind, save_all=True, append_images=frames[1:], **options)
-        assert decode_image(content)[0, 0].tolist() == [255, 0, 0]
+        assert pixels_of(content)[0, 0].tolist() == [255, 0, 0]
 
 
 def test_colour_profile_is_applied():
@@ -90,11 +97,11 @@ def test_colour_profile_is_applied():
         Image.new("RGB", (8, 8), (200, 100, 50)), "JPEG", quality=100, icc_profile=_wide_profile()
     )
     plain = encoded(Image.new("RGB", (8, 8), (200, 100, 50)), "JPEG", quality=100)
-    wide, narrow = decode_image(content)[4, 4].astype(int), decode_image(plain)[4, 4].astype(int)
+    wide, narrow = pixels_of(content)[4, 4].astype(int), pixels_of(plain)[4, 4].astype(int)
     assert np.abs(narrow - (200, 100, 50)).max() <= 2
     assert wide[0] > narrow[0] + 10, "the same numbers mean a stronger red in a wider gamut"
     damaged = encoded(Image.new("RGB", (8, 8), (200, 100, 50)), "PNG", icc_profile=b"not a profile")
-    assert decode_image(damaged)[4, 4].tolist() == [200, 100, 50]
+    assert pixels_of(damaged)[4, 4].tolist() == [200, 100, 50]
 
 
 def _wide_profile() -> bytes:
@@ -125,13 +132,13 @@ def _wide_profile() -> bytes:
         b"",
         b"hello",
         encoded(Image.new("RGB", (64, 64), "red"), "JPEG")[:200],
-        encoded(Image.effect_noise((64, 64), 9))[:300],
+        encoded(Image.effect_noise((64, 64), 9))[:20],
     ],
     ids=["empty", "text", "cut JPEG", "cut PNG"],
 )
 def test_damaged_images_raise_media_errors(content):
     with pytest.raises(MediaError) as raised:
-        decode_image(content)
+        pixels_of(content)
     assert "\n" not in str(raised.value)
 
 
@@ -139,13 +146,13 @@ def test_slightly_damaged_jpeg_is_read(photo):
     content = encoded(photo.resize((64, 64)), "JPEG", quality=95)
     start = content.index(b"\xff\xc0")
     odd = content[:start] + b"\x00\x00" + content[start:]
-    assert np.abs(decode_image(odd).astype(int) - decode_image(content)).max() <= 3
+    assert np.abs(pixels_of(odd).astype(int) - pixels_of(content)).max() <= 3
 
 
 def test_sixteen_bit_transparency():
     deep = Image.fromarray(np.full((4, 4), 1000, dtype=np.uint16))
-    assert (decode_image(encoded(deep, transparency=1000)) == 255).all()
-    assert (decode_image(encoded(deep, transparency=7)) == round(1000 / 257)).all()
+    assert (pixels_of(encoded(deep, transparency=1000)) == 255).all()
+    assert (pixels_of(encoded(deep, transparency=7)) == round(1000 / 257)).all()
 
 
 # ---- fit_to_bucket --------------------------------------------------------------------------
@@ -178,19 +185,19 @@ def test_fit_to_bucket_fills_the_bucket(size, mode):
 def test_fast_jpeg_decoder_agrees_with_pillow(photo):
     content = encoded(photo, "JPEG", quality=92)
     slow = np.asarray(Image.open(io.BytesIO(content)).convert("RGB"))
-    assert np.abs(decode_image(content).astype(int) - slow).max() <= 3
+    assert np.abs(pixels_of(content).astype(int) - slow).max() <= 3
 
 
 def test_pillow_decodes_what_the_fast_decoder_refuses(monkeypatch):
     exif = Image.Exif()
     exif[0x0112] = 6
     content = encoded(Image.new("RGB", (40, 30), "grey"), "JPEG", exif=exif)
-    expected = decode_image(content)
+    expected = pixels_of(content)
 
     def fail(*_, **__):
         raise RuntimeError("no")
 
-    monkeypatch.setattr("latentry.media.images.simplejpeg.decode_jpeg", fail)
-    assert np.abs(decode_image(content).astype(int) - expected).max() <= 2
+    monkeypatch.setattr("latentry.media.formats.jpeg.simplejpeg.decode_jpeg", fail)
+    assert np.abs(pixels_of(content).astype(int) - expected).max() <= 2
     with pytest.raises(MediaError, match="cannot be decoded"):
-        decode_image(content[: len(content) // 2])
+        pixels_of(content[: len(content) // 2])

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from latentry.media.images import probe_image
-from latentry.media.jpeg_header import parse_jpeg_header, read_jpeg_header
+from latentry.media.formats.jpeg_header import parse_jpeg_header, read_jpeg_header
+from latentry.media.image_header import probe_image
 
 
 def jpeg(size=(40, 30), mode="RGB", exif: bytes | None = None, **options) -> bytes:

@@ -6,7 +6,8 @@ import av
 import numpy as np
 import pytest
 
-from latentry.media.videos import read_frames, read_timeline
+from latentry.media.timeline import read_timeline
+from latentry.media.videos import read_frames
 from latentry.testing.media import counter_frame
 
 
@@ -29,7 +30,9 @@ def test_colour_matrix_and_range(tmp_path, matrix, colour_range):
         frame.colorspace, frame.color_range, frame.pts = matrix, colour_range, 0
         container.mux(stream.encode(frame))
         container.mux(stream.encode(None))
-    (pixel,) = read_frames(path, read_timeline(path), [0], lambda pixels: pixels[30, 30].astype(int))
+    (pixel,) = read_frames(
+        path, read_timeline(path), [0], lambda pixels: pixels[30, 30].astype(int)
+    ).in_order([0])
     assert np.abs(pixel - (200, 40, 90)).max() <= 3
 
 
@@ -45,5 +48,5 @@ def test_interlaced_frames_are_deinterlaced(tmp_path):
             frame.pts = number
             container.mux(stream.encode(frame))
         container.mux(stream.encode(None))
-    (pixels,) = read_frames(path, read_timeline(path), [1], lambda pixels: pixels.astype(int))
+    (pixels,) = read_frames(path, read_timeline(path), [1], lambda pixels: pixels.astype(int)).in_order([1])
     assert np.abs(np.diff(pixels[4:60], axis=0)).max() < 40

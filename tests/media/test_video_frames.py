@@ -12,10 +12,19 @@ from helpers import read_counters, real_clips
 from PIL import Image
 
 from latentry.errors import MediaError
+from latentry.media.timeline import read_timeline
 from latentry.media.video_options import VideoOptions
 from latentry.media.video_reader import VideoReader
-from latentry.media.videos import probe_video, read_frames, read_timeline
+from latentry.media.videos import probe_video, read_frames
+from latentry.media.windows import Clock, find_windows, window_frames
 from latentry.testing import make_counter_clip
+
+
+def first_window(clip, options: VideoOptions, frame_step: int = 4) -> list[int]:
+    """The frames of a clip's first sample."""
+    timeline = read_timeline(clip)
+    clock = Clock(timeline.num_frames, timeline.times_s())
+    return window_frames(clock, find_windows(clock, options, frame_step)[0], options)
 
 
 def uneven(number: int) -> int:
@@ -57,8 +66,7 @@ def test_requested_frames_are_read(tmp_path, name, codec, pixel_format, ticks):
 def test_frames_by_time(tmp_path, ticks):
     clip = make_counter_clip(tmp_path / "clip.mp4", 120, ticks=ticks)
     times = [(uneven(i) - uneven(0)) / 1000 if ticks else i / 25 for i in range(120)]
-    reader = VideoReader(VideoOptions(target_fps=5, target_frames=13), "center", frame_step=4)
-    numbers = reader.clip_frames(read_timeline(clip), 13)
+    numbers = first_window(clip, VideoOptions(target_fps=5, target_frames=13))
     shown = [max(i for i, time in enumerate(times) if time <= k / 5 + 1e-6) for k in range(13)]
     assert numbers == shown
     assert read_counters(clip, numbers) == shown
@@ -69,7 +77,7 @@ def test_frame_count_at_a_rate(tmp_path, name):
     clip = make_counter_clip(tmp_path / name, 60, codec="mpeg4" if name.endswith("avi") else "libx264")
     whole = VideoReader(VideoOptions(target_fps=25), "center", frame_step=1)
     assert whole.probe(clip).num_frames == 60
-    assert whole.clip_frames(read_timeline(clip), 60) == list(range(60))
+    assert first_window(clip, whole.options, frame_step=1) == list(range(60))
     with pytest.raises(MediaError, match="has 60 frames at 25 fps, fewer than the 61 requested"):
         VideoReader(VideoOptions(target_fps=25, target_frames=61), "center", frame_step=1).probe(clip)
     assert VideoReader(VideoOptions(target_fps=50), "center", frame_step=1).probe(clip).num_frames == 119
@@ -77,8 +85,9 @@ def test_frame_count_at_a_rate(tmp_path, name):
 
 def test_frames_are_evenly_spaced(tmp_path):
     clip = make_counter_clip(tmp_path / "clip.mp4", 100)
-    reader = VideoReader(VideoOptions(target_frames=9), "center", frame_step=4)
-    assert reader.clip_frames(read_timeline(clip), 9) == [0, 12, 24, 37, 49, 61, 74, 86, 99]
+    options = VideoOptions(target_frames=9, windows="uniform")
+    reader = VideoReader(options, "center", frame_step=4)
+    assert first_window(clip, options) == [0, 12, 24, 37, 49, 61, 74, 86, 99]
     assert reader.probe(clip).num_frames == 9
     assert VideoReader(VideoOptions(), "center", frame_step=4).probe(clip).num_frames == 97
 
@@ -96,7 +105,7 @@ def test_real_clips_frame_by_frame(tmp_path):
         assert len(one_by_one) == timeline.num_frames
         wanted = [timeline.num_frames - 1, 0, 50, 51, 77]
         for number, frame in zip(
-            wanted, read_frames(clip, timeline, wanted, lambda pixels: pixels), strict=True
+            wanted, read_frames(clip, timeline, wanted, lambda pixels: pixels).in_order(wanted), strict=True
         ):
             stored = one_by_one[0].shape[::-1]  # two of them have pixels that are not square
             grey = np.asarray(Image.fromarray(frame).convert("L").resize(stored)).astype(int)
@@ -111,7 +120,8 @@ def test_memory_does_not_grow_with_length(tmp_path):
     )
     code = f"""
 from pathlib import Path
-from latentry.media.videos import read_frames, read_timeline
+from latentry.media.timeline import read_timeline
+from latentry.media.videos import read_frames
 from latentry.testing import read_counter
 import av
 
@@ -121,7 +131,7 @@ def peak_mb():
 before = peak_mb()
 film = Path({str(film)!r})
 wanted = list(range(0, 1000, 25))
-assert read_frames(film, read_timeline(film), wanted, read_counter) == wanted
+assert read_frames(film, read_timeline(film), wanted, read_counter).in_order(wanted) == wanted
 print(peak_mb() - before)
 """
     grown_mb = float(subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout)

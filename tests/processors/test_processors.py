@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import gc
+import hashlib
 import os
 import weakref
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 import torch
 from helpers import EXAMPLES
 from PIL import Image
+from safetensors.torch import load_file
 
 from latentry.cache.latent_checks import psnr_db
 from latentry.errors import ConfigError, ModelError
@@ -26,7 +28,7 @@ CAPTIONS = ["a photo of a cat", "the quick brown fox, 85mm", ""]
 
 def example_pixels(side: int) -> list[torch.Tensor]:
     files = sorted(p for p in EXAMPLES.rglob("*") if p.suffix in (".jpg", ".png", ".webp"))
-    return [fit_to_bucket(decode_image(path.read_bytes()), (side, side))[0] for path in files]
+    return [fit_to_bucket(decode_image(path.read_bytes()).pixels, (side, side))[0] for path in files]
 
 
 def test_processors_describe_themselves():
@@ -35,7 +37,7 @@ def test_processors_describe_themselves():
         assert info.name == name
         assert set(info.media) <= {"image", "video"}
         assert info.quantum % info.spatial_factor == 0
-    with pytest.raises(ConfigError, match="'sdxl'; choose one of tiny, flux, wan, hunyuan"):
+    with pytest.raises(ConfigError, match=r"'sdxl'; choose one of tiny, flux, wan, wan2\.2, hunyuan"):
         processor_class("sdxl")
 
 
@@ -65,9 +67,24 @@ def test_tiny_latents_have_about_unit_variance(tiny):
     assert latents.mean().abs() < 0.5
 
 
+ASSETS = Path(__file__).parents[2] / "src" / "latentry" / "processors" / "assets"
+
+
 def test_tiny_weights_are_small():
-    assets = Path(__file__).parents[2] / "src" / "latentry" / "processors" / "assets"
-    assert sum(path.stat().st_size for path in assets.iterdir()) < 6_000_000
+    assert sum(path.stat().st_size for path in ASSETS.iterdir()) < 6_000_000
+
+
+def test_tiny_encoder_is_the_one_that_its_identity_names():
+    """If this fails, the encoder has changed: give it a new identity, or old latents are mixed with new ones."""
+    weights = load_file(ASSETS / "tiny_autoencoder.safetensors")
+    digest = hashlib.blake2b(digest_size=16)
+    for name in sorted(name for name in weights if not name.startswith("decoder.")):
+        digest.update(name.encode() + weights[name].numpy().tobytes())
+    identity = TinyProcessor.weights_identity("embedded")
+    assert (identity[:32], digest.hexdigest()) == (
+        "bdb82c7b6aaf486540227fdeb4e1bee2",
+        "967bc523ad66d8b478d293fea4829fe6",
+    )
 
 
 SIMILAR = [

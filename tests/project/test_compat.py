@@ -14,9 +14,49 @@ import latentry
 ROOT = "nemo_automodel.components.datasets.diffusion"
 
 
+EXPORTED = [
+    "BaseMultiresolutionDataset", "MetaFilesDataset", "MultiTierBucketCalculator", "SequentialBucketSampler",
+    "TextToImageDataset", "TextToVideoDataset", "VIDEO_OPTIONAL_FIELDS", "build_dataloader", "build_mock_dataloader",
+    "build_text_to_image_multiresolution_dataloader", "build_video_multiresolution_dataloader",
+    "collate_fn_production", "collate_fn_text_to_image", "collate_fn_video",
+]  # fmt: skip
+
+
+def test_the_package_exports_every_name():
+    package = importlib.import_module(ROOT)
+    assert sorted(package.__all__) == sorted(EXPORTED)
+    for name in EXPORTED:
+        assert getattr(package, name) is not None
+
+
+def test_exported_builders_work(nemo_image_cache, nemo_video_cache):
+    package = importlib.import_module(ROOT)
+    images = package.TextToImageDataset(nemo_image_cache)
+    assert package.collate_fn_text_to_image([images[0]])["image_latents"].shape[0] == 1
+    assert package.collate_fn_production([images[0]])["latent"].shape[0] == 1
+    videos = package.TextToVideoDataset(nemo_video_cache)
+    assert package.collate_fn_video([videos[0]])["video_latents"].shape[0] == 1
+    (folder, *_) = (path for path in nemo_video_cache.iterdir() if path.is_dir())
+    loader, _ = package.build_dataloader(meta_folder=str(folder), batch_size=1, dp_rank=0, dp_world_size=1)
+    (batch,) = loader
+    assert batch["metadata"][0]["prompt"].startswith("clip number")
+    loader, _ = package.build_mock_dataloader(length=2, spatial_h=2, spatial_w=2, text_embed_dim=4)
+    assert len(list(loader)) == 2
+
+
 @pytest.mark.parametrize(
     ("module", "name"),
     [
+        (f"{ROOT}.loader", "DiffusionDataloaderBuild"),
+        (f"{ROOT}.collate_fns", "TextToImageDataloaderConfig"),
+        (f"{ROOT}.collate_fns", "TextToVideoDataloaderConfig"),
+        (f"{ROOT}.text_to_image_dataset", "TextToImageDatasetConfig"),
+        (f"{ROOT}.text_to_video_dataset", "TextToVideoDatasetConfig"),
+        (f"{ROOT}.meta_files_dataset", "MetaFilesDataset"),
+        (f"{ROOT}.meta_files_dataset", "MetaFilesDatasetConfig"),
+        (f"{ROOT}.meta_files_dataset", "MetaFilesDataloaderConfig"),
+        (f"{ROOT}.mock_dataloader", "MockWanDatasetConfig"),
+        (f"{ROOT}.mock_dataloader", "MockWanDataloaderConfig"),
         (f"{ROOT}.multi_tier_bucketing", "MultiTierBucketCalculator"),
         (f"{ROOT}.sampler", "SequentialBucketSampler"),
         (f"{ROOT}.base_dataset", "BaseMultiresolutionDataset"),

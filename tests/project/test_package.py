@@ -33,7 +33,7 @@ def names(requirements: list[str]) -> set[str]:
 
 
 def test_core_dependencies(project):
-    core = {"msgspec", "numpy", "pyarrow", "pyyaml", "safetensors", "torch", "xxhash"}
+    core = {"msgspec", "numpy", "pyarrow", "pyyaml", "safetensors", "shtab", "torch", "xxhash"}
     assert names(project["dependencies"]) == core
 
 

@@ -6,8 +6,8 @@ import pytest
 import yaml
 
 from latentry.errors import CacheNotFoundError, ConfigError
-from latentry.serve.config import from_config
 from latentry.serve.loader import LatentDataLoader
+from latentry.serve.yaml_config import from_config
 
 NEMO = "nemo_automodel.components.datasets.diffusion"
 VIDEO_YAML = f"""

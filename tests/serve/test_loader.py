@@ -12,7 +12,7 @@ from helpers import assert_same_items
 from torch.utils.data import DataLoader
 
 import latentry
-from latentry.errors import CacheFileError, StateError
+from latentry.errors import CacheFileError, ConfigError, StateError
 from latentry.serve.collate import collate_fn_text_to_image, collate_fn_video
 from latentry.serve.dataset import TextToImageDataset
 from latentry.serve.sampler import SequentialBucketSampler
@@ -278,3 +278,15 @@ def test_iterating_leaves_the_global_random_state_alone(image_cache):
     for workers in (0, 1):
         list(loader_of(image_cache, workers))
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_epoch_without_batches_is_an_error(tmp_path):
+    cache = make_image_cache(tmp_path / "cache", {(256, 256): 3, (320, 192): 1})
+    with pytest.raises(ConfigError, match=r"no batch.*: .*256x256 has 3 samples for batches of 4") as raised:
+        build_images(cache_dir=cache, batch_size=4, num_workers=0)
+    assert "320x192 has 1 sample for batches of 4" in str(raised.value)
+    assert str(raised.value).endswith("choose a smaller batch size, or drop_last=False")
+    with pytest.raises(ConfigError, match="on each of 2 ranks"):
+        build_images(cache_dir=cache, batch_size=3, num_workers=0, dp_rank=1, dp_world_size=2)
+    loader, _ = build_images(cache_dir=cache, batch_size=4, num_workers=0, drop_last=False)
+    assert len(list(loader)) == 2

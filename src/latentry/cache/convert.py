@@ -33,10 +33,12 @@ from latentry.cache.index.rows import open_rows
 from latentry.cache.packed_format import SAFETENSORS_DTYPES
 from latentry.cache.read.samples import Samples, open_samples
 from latentry.cache.write.commits import Commit
+from latentry.cache.write.publishing import read_failures
 from latentry.cache.write.sample_data import SampleData
 from latentry.cache.write.shards import TARGET_SHARD_BYTES
 from latentry.cache.write.task_writer import WriterThreads, task_writer
 from latentry.cache.write.workspace import Workspace
+from latentry.counted import counted
 from latentry.errors import CacheFileError, ConfigError, RunError
 from latentry.storage import content_digest
 from latentry.types import Bucket
@@ -56,9 +58,18 @@ class ConvertResult:
     num_samples: int
     size_bytes: int
 
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return {
+            "output_dir": str(self.output_dir),
+            "output_format": self.output_format,
+            "samples": self.num_samples,
+            "size_bytes": self.size_bytes,
+        }
+
     def __str__(self) -> str:
         return (
-            f"{self.num_samples} samples in {self.output_dir} ({self.output_format}, "
+            f"{counted(self.num_samples, 'sample')} in {self.output_dir} ({self.output_format}, "
             f"{self.size_bytes / 1e6:,.1f} MB)"
         )
 
@@ -103,14 +114,20 @@ def convert_cache(
                         writer.add(*old.sample(number))
                     writer.finish()
                     workspace.commit(Commit(task_id, tuple(writer.rows()), ()))
-                positions = [old.position(number) for number in numbers]
-                numbered += zip(positions, workspace.committed_rows([task_id]), strict=True)
+                for number, row in zip(numbers, workspace.committed_rows([task_id]), strict=True):
+                    numbered += [
+                        (old.position(again), msgspec.structs.replace(row, repeat=repeat))
+                        for repeat, again in enumerate(old.repeats_of(number))
+                    ]
                 on_progress(len(numbered), len(old))
         rows = [row for _, row in sorted(numbered, key=lambda pair: pair[0])]
-        workspace.finish(rows, (), old.shard_size, old.new_metadata())
+        workspace.finish(rows, read_failures(source), old.shard_size, old.new_metadata())
     size = sum(path.stat().st_size for path in output.rglob("*") if path.is_file())
     return ConvertResult(
-        output_dir=output, output_format=output_format, num_samples=len(rows), size_bytes=size
+        output_dir=output,
+        output_format=output_format,
+        num_samples=sum(row.repeat == 0 for row in rows),
+        size_bytes=size,
     )
 
 
@@ -137,15 +154,17 @@ class _OldCache:
         recorded = self._metadata.shard_size
         self.shard_size = recorded if recorded and recorded > 0 else _DEFAULT_SHARD_SIZE
         self._rows = open_rows(cache_dir, self._index)
+        self._repeats = _repeats(self._rows)
+        self._repeated = {number for numbers in self._repeats.values() for number in numbers[1:]}
 
     def __len__(self) -> int:
         return len(self._index)
 
     def tasks(self) -> Iterator[tuple[str, Bucket, list[int]]]:
-        """(task id, bucket, row numbers): rows of one bucket, as many as fill a shard."""
+        """(task id, bucket, row numbers): rows of one bucket, as many as fill a shard, each sample once."""
         groups: Sequence[Iterable[int]] = self._index.rows_by_bucket()
         for key, numbers in zip(self._index.bucket_keys, groups, strict=True):
-            rows = [int(number) for number in numbers]
+            rows = [int(number) for number in numbers if int(number) not in self._repeated]
             size = TASK_SIZE
             if self._output_format == PACKED:
                 size = max(1, TARGET_SHARD_BYTES // _latent_bytes(self._samples.load(rows[0])))
@@ -154,6 +173,10 @@ class _OldCache:
                 text = f"{self.signature} {self._output_format} {key.identity} {start} {size}"
                 task_id = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
                 yield task_id, key.bucket, part
+
+    def repeats_of(self, number: int) -> Sequence[int]:
+        """All rows of the sample with this row, which is the first of them."""
+        return self._repeats.get(number, (number,))
 
     def check_names(self) -> None:
         """Raise an error if two samples would get the same file."""
@@ -207,6 +230,20 @@ class _OldCache:
                 metadata, recipe=recipe, fingerprint=recipe_fingerprint(recipe)
             )
         return metadata
+
+
+def _repeats(rows: Sequence[dict[str, Any]]) -> dict[int, list[int]]:
+    """First row to all rows of a sample, in order, for samples that an epoch has several times."""
+    repeated = {row.get("sample_name") for row in rows if row.get("repeat")}
+    if not repeated:
+        return {}
+    first: dict[Any, int] = {}
+    found: dict[int, list[int]] = {}
+    for number, row in enumerate(rows):
+        name = row.get("sample_name")
+        if name in repeated:
+            found.setdefault(first.setdefault(name, number), []).append(number)
+    return found
 
 
 def _problem(key: Any, value: Any, output_format: str) -> str | None:

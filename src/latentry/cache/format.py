@@ -19,7 +19,7 @@ from latentry.cache.locator import FileLocator, split_path
 from latentry.cache.packed_format import PACKED_VERSION, PackedEntry, PackedHeader
 from latentry.errors import CacheNotFoundError, MetadataError
 from latentry.storage import path_inside
-from latentry.types import Bucket
+from latentry.types import Bucket, Window
 
 FORMAT_VERSION = 1
 METADATA_NAME = "metadata.json"
@@ -66,11 +66,21 @@ class Row(IndexRow, kw_only=True, omit_defaults=True):
     pixels: int | None = None
     model_type: str | None = None
     frame_index: int | None = None
-    """In frames mode: the sample's number among those of its video."""
+    """In frames mode: the sample's number among those of its video, from 1. Rows that Latentry wrote before version 0.2
+    count from 0; ``number`` is right for both."""
     total_frames_extracted: int | None = None
     source_frame_index: int | None = None
+    window_index: int | None = None
+    """For a part of a video: its number among those of the video, from 0."""
+    num_windows: int | None = None
+    window_start_s: float | None = None
+    """Where the part begins, in seconds after the first frame."""
+    window_frames: tuple[int, int] | None = None
+    """The first and the last frame of the part, by their numbers in the file."""
     sample_name: str = ""
     """Identifies the sample within its source."""
+    repeat: int = 0
+    """0, and 1, 2 and so on in further rows of the same sample: an epoch has a sample once per row."""
     caption_source: str = ""
     source_name: str = ""
     """The input file, relative to the source."""
@@ -96,6 +106,29 @@ class Row(IndexRow, kw_only=True, omit_defaults=True):
         return Bucket(*found, self.num_frames)
 
     @property
+    def number(self) -> int:
+        """The number of this sample among those of its input, from 0."""
+        name = self.sample_name
+        if (
+            name.startswith(f"{self.source_name}#")
+            and (number := name[len(self.source_name) + 1 :]).isdecimal()
+        ):
+            return int(number)
+        return max(0, (self.frame_index or 1) - 1)
+
+    @property
+    def num_samples(self) -> int:
+        """How many samples the input gives."""
+        return self.num_windows or self.total_frames_extracted or 1
+
+    @property
+    def window(self) -> Window | None:
+        """The part of the video that the sample shows; None if it begins with the video."""
+        if self.window_frames is None:
+            return None
+        return Window(self.window_start_s, *self.window_frames, self.num_frames or 1)
+
+    @property
     def media_path(self) -> str | None:
         """The input's path on the machine that encoded it."""
         return self.image_path if self.image_path is not None else self.video_path
@@ -112,9 +145,10 @@ class Row(IndexRow, kw_only=True, omit_defaults=True):
 
 
 _ROW_KEYS = (
-    "cache_file", "image_path", "video_path", "bucket_resolution", "crop_resolution", "original_resolution", "prompt",
-    "bucket_id", "aspect_ratio", "pixels", "model_type", "num_frames", "frame_index", "total_frames_extracted",
-    "source_frame_index", "sample_name", "caption_source", "source_name", "source_bytes", "source_modified_ns",
+    "cache_file", "image_path", "video_path", "bucket_resolution", "crop_resolution", "original_resolution",
+    "num_frames", "prompt", "bucket_id", "aspect_ratio", "pixels", "model_type", "frame_index",
+    "total_frames_extracted", "source_frame_index", "window_index", "num_windows", "window_start_s", "window_frames",
+    "sample_name", "repeat", "caption_source", "source_name", "source_bytes", "source_modified_ns",
     "source_digest", "damage", "file_bytes", "file_digest", "packed",
 )  # fmt: skip
 
@@ -151,19 +185,23 @@ class CacheMetadata(msgspec.Struct, kw_only=True, omit_defaults=True):
     processor: str | None = None
     model_name: str | None = None
     model_type: str | None = None
-    caption_field: str | UnsetType | None = UNSET
-    max_pixels: int | None = None
-    caption_format: str | None = None
-    mode: str | None = None
-    recipe: Json | None = None
-    """The resolved recipe that made the cache; None for caches of other tools."""
-    fingerprint: str | None = None
-    """Identifies the recipe."""
     total_items: int | None = None
     num_shards: int | None = None
     shard_size: int | None = None
     shards: list[str]
     """The metadata shards, in order."""
+    caption_format: str | None = None
+    """Videos only."""
+    caption_field: str | UnsetType | None = UNSET
+    max_pixels: int | None = None
+    mode: str | None = None
+    """Videos only."""
+    target_frames: int | UnsetType | None = UNSET
+    """Videos only; null if the number of frames was not given."""
+    recipe: Json | None = None
+    """The resolved recipe that made the cache; None for caches of other tools."""
+    fingerprint: str | None = None
+    """Identifies the recipe."""
     format_version: int | None = None
     packed: PackedHeader | None = None
     """Set where samples are stored in shards."""
@@ -265,7 +303,7 @@ def _from_dict(data: Json, kind: type[RecordT], keys: tuple[str, ...]) -> Record
 
 _ESSENTIAL = frozenset(IndexRow.__struct_fields__) | {"shards", "total_items", "format_version", "packed"}
 """Keys that finding and reading samples depends on; a wrong type is an error."""
-_NULLABLE = frozenset({"bucket_id", "caption_field"})
+_NULLABLE = frozenset({"bucket_id", "caption_field", "target_frames"})
 """Keys that Latentry itself writes as null."""
 
 

@@ -25,6 +25,7 @@ from latentry.cache.read.fields import IMAGE_FIELDS, VIDEO_FIELDS
 from latentry.cache.read.samples import Samples, open_samples
 from latentry.cache.read.tiled_latents import TiledLatents
 from latentry.cache.read.warn_once import WarnOnce
+from latentry.counted import counted
 from latentry.errors import CacheError, MediaError
 from latentry.storage import content_digest
 from latentry.types import model_family
@@ -75,7 +76,9 @@ class VerifyResult:
             worst = min(self.psnr_db, key=lambda name: self.psnr_db[name])
             mean = sum(self.psnr_db.values()) / len(self.psnr_db)
             lines.append(f"decoded: mean {mean:.1f} dB, worst {self.psnr_db[worst]:.1f} dB ({worst})")
-        lines.append(f"{self.num_samples} samples, {len(self.problems)} problems in {self.cache_dir}")
+        lines.append(
+            f"{counted(self.num_samples, 'sample')}, {counted(len(self.problems), 'problem')} in {self.cache_dir}"
+        )
         return "\n".join(lines)
 
 
@@ -98,9 +101,16 @@ def check_cache(
     checker = _Checker(cache_dir, index, frame_step)
     problems: list[Problem] = []
     psnr: dict[str, float] = {}
+    checked: set[str] = set()
+    num_repeats = 0
     for number, written in enumerate(open_rows(cache_dir, index)):
         name = checker.name(number)
         row = row_from_dict(written)
+        if row.repeat and name in checked:
+            num_repeats += 1
+            on_progress(number + 1, len(index))
+            continue
+        checked.add(name)
         found = list(checker.problems(number, row, written))
         if compare is not None and not found:
             try:
@@ -111,7 +121,12 @@ def check_cache(
         on_progress(number + 1, len(index))
     problems += checker.unusual_tensors()
     problems += checker.unlisted_files()
-    return VerifyResult(cache_dir=cache_dir, num_samples=len(index), problems=tuple(problems), psnr_db=psnr)
+    return VerifyResult(
+        cache_dir=cache_dir,
+        num_samples=len(index) - num_repeats,
+        problems=tuple(problems),
+        psnr_db=psnr,
+    )
 
 
 class _Checker:

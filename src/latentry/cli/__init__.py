@@ -17,23 +17,25 @@ from latentry.cli.commands import run_command
 from latentry.errors import LatentryError
 
 
-def main(arguments: Sequence[str] | None = None, prog: str = "latentry") -> int:
+def main(arguments: Sequence[str] | None = None, prog: str = "latentry", *, whole_clips: bool = False) -> int:
     """Run a command and return its exit status: ``main(["processors"])``.
 
     Args:
         arguments: The command and its arguments; those of this process if None.
         prog: The name of the program in help texts and error messages.
+        whole_clips: Spread the frames of a clip over the whole file where ``--windows`` is not given, as NeMo
+            AutoModel's command does.
     """
     with _stop_at_sigterm(), warnings.catch_warnings():
         # Pillow warns about odd image headers. They do not change the pixels.
         warnings.filterwarnings("ignore", module="PIL")
         try:
-            return run_command(arguments, prog)
+            return run_command(arguments, prog, whole_clips=whole_clips)
         except LatentryError as error:
             print(f"{prog}: {error}", file=sys.stderr)
             return 1
         except KeyboardInterrupt:
-            message = "stopped: committed work is kept; rerun the same command to resume"
+            message = "stopped: finished work is kept; rerun the same command to resume"
             print(f"\n{prog}: {message}", file=sys.stderr)
             return 130
 

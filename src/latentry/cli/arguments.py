@@ -10,17 +10,18 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 import latentry
+from latentry.cli.flag_names import unused_flag
 from latentry.cli.flags import add_flag
 from latentry.cli.flags.captions import add_caption_flags
 from latentry.cli.flags.clips import add_clip_flags
-from latentry.cli.flags.encoding import add_deterministic_flag, add_encoding_flags
+from latentry.cli.flags.encoding import add_encoding_flags
 from latentry.cli.flags.inputs import add_input_flags
 from latentry.cli.flags.run import add_output_flags, add_run_flags
 from latentry.cli.flags.sizes import add_crop_mode_flag, add_size_flags
 
 
 def parse_arguments(arguments: Sequence[str] | None, prog: str = "latentry") -> argparse.Namespace:
-    """The arguments as a namespace; ``command`` names the command.
+    """The arguments as a namespace; ``command`` names the command, and ``given`` has the flags that were typed.
 
     >>> parse_arguments(["verify", "cache"]).command
     'verify'
@@ -30,8 +31,27 @@ def parse_arguments(arguments: Sequence[str] | None, prog: str = "latentry") -> 
     if options.list_processors:
         options.command = "processors"
     elif options.command is None:
-        parser.error("name a command: image, video, verify, convert, processors, demo")
+        parser.error(f"name a command: {', '.join(subparsers(parser))}")
+    options.given = _given(arguments, prog)
+    if problem := unused_flag(options.given, vars(options)):
+        subparsers(parser)[options.command].error(problem)
     return options
+
+
+def _given(arguments: Sequence[str] | None, prog: str) -> frozenset[str]:
+    """The names of the arguments that were typed: those that a parser without defaults finds."""
+    parser = build_parser(prog)
+    for each in (parser, *subparsers(parser).values()):
+        each._defaults.clear()
+        for action in each._actions:
+            action.default = argparse.SUPPRESS
+    return frozenset(vars(parser.parse_args(arguments)))
+
+
+def subparsers(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+    """The parser of each command."""
+    (commands,) = (a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
+    return dict(commands.choices)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -56,13 +76,16 @@ def build_parser(prog: str = "latentry") -> argparse.ArgumentParser:
         commands.add_parser("convert", help="copy a cache into another format, such as packed shards")
     )
     commands.add_parser("processors", help="list the processors")
+    _add_completion(
+        commands.add_parser("completion", help="print a script that completes commands and flags")
+    )
     _add_demo(commands.add_parser("demo", help="encode, train on and decode the example images and clip"))
     return parser
 
 
 def _add_image(parser: argparse.ArgumentParser) -> None:
     add_input_flags(parser, "image")
-    add_encoding_flags(parser, output_format="pt")
+    add_encoding_flags(parser, "image", output_format="pt")
     sizes = add_size_flags(parser, preset="256p")
     add_crop_mode_flag(sizes)
     add_caption_flags(parser)
@@ -71,7 +94,7 @@ def _add_image(parser: argparse.ArgumentParser) -> None:
 
 def _add_video(parser: argparse.ArgumentParser) -> None:
     add_input_flags(parser, "video")
-    add_deterministic_flag(add_encoding_flags(parser, output_format="meta"))
+    add_encoding_flags(parser, "video", output_format="meta")
     sizes = add_size_flags(parser, preset="512p")
     add_clip_flags(parser, sizes)
     add_caption_flags(parser)
@@ -108,11 +131,15 @@ def _add_convert(parser: argparse.ArgumentParser) -> None:
     add_flag(
         parser,
         "--output_format",
-        metavar="FORMAT",
+        choices=("packed", "meta", "pt", "safetensors"),
         default="packed",
         help="write packed shards, or meta, pt or safetensors files (default: packed)",
     )
-    add_output_flags(parser, with_json=False)
+    add_output_flags(parser)
+
+
+def _add_completion(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("shell", choices=("bash", "zsh", "fish"), help="print the script for this shell")
 
 
 def _add_demo(parser: argparse.ArgumentParser) -> None:

@@ -14,21 +14,28 @@ from pathlib import Path
 from typing import Any
 
 from latentry.cli.arguments import parse_arguments
+from latentry.cli.flag_names import in_flags
 from latentry.cli.flags.captions import caption_fields
 from latentry.cli.flags.clips import clip_fields
-from latentry.cli.flags.encoding import encoding_fields
+from latentry.cli.flags.encoding import PROCESSORS_OF, encoding_fields
 from latentry.cli.flags.inputs import input_arguments
 from latentry.cli.flags.run import run_arguments
 from latentry.cli.flags.sizes import size_fields
+from latentry.errors import ConfigError, RunError
 from latentry.extras import require_extra
 from latentry.report.progress import progress_display
 from latentry.types import ProcessorInfo
 
 
-def run_command(arguments: Sequence[str] | None, prog: str = "latentry") -> int:
+def run_command(arguments: Sequence[str] | None, prog: str = "latentry", *, whole_clips: bool = False) -> int:
     """Parse the arguments and run the command they name."""
     options = parse_arguments(arguments, prog)
-    return _COMMANDS[options.command](options)
+    options.whole_clips = whole_clips
+    try:
+        return _COMMANDS[options.command](options)
+    except (ConfigError, RunError) as error:
+        typed = sys.argv[1:] if arguments is None else arguments
+        raise type(error)(in_flags(str(error), vars(options).keys(), typed)) from None
 
 
 def _image(options: argparse.Namespace) -> int:
@@ -51,8 +58,15 @@ def _prepare(options: argparse.Namespace, media_fields: Mapping[str, Any], media
     recipe = Recipe(
         **encoding_fields(options), **size_fields(options), **caption_fields(options), **media_fields
     )
-    if not options.quiet and find_devices(options.devices) == ["cpu"]:
-        print("no GPU in use: encoding on the CPU", file=sys.stderr)
+    if not options.quiet:
+        if "processor" not in options.given:
+            others = " or ".join(PROCESSORS_OF[media][1:])
+            print(
+                f"encoding with tiny, the embedded model for trying things out; to train, choose --processor {others}",
+                file=sys.stderr,
+            )
+        if find_devices(options.devices) == ["cpu"]:
+            print("no GPU in use: encoding on the CPU", file=sys.stderr)
     with progress_display(quiet=options.quiet or options.dry_run) as show:
         result = prepare(
             recipe,
@@ -98,8 +112,17 @@ def _convert(options: argparse.Namespace) -> int:
             options.output_format,
             on_progress=lambda done, total: show("convert", done, total),
         )
-    if not options.quiet:
+    if options.json:
+        print(json.dumps(result.to_dict(), indent=2))
+    elif not options.quiet:
         print(result)
+    return 0
+
+
+def _completion(options: argparse.Namespace) -> int:
+    from latentry.cli.completion import completion_script
+
+    print(completion_script(options.shell))
     return 0
 
 
@@ -111,19 +134,21 @@ def _demo(options: argparse.Namespace) -> int:
 
 
 def _processors(options: argparse.Namespace) -> int:
-    from latentry.processors import PROCESSORS, processor_class
+    from latentry.processors import ALIASES, PROCESSORS, processor_class
 
-    header = ("name", "media", "space", "time", "frames", "quantum", "default model name", "model")
-    rows = [header, *(_row(processor_class(name).info) for name in PROCESSORS)]
+    aliases = {name: [alias for alias, of in ALIASES.items() if of == name] for name in PROCESSORS}
+    header = ("name", "aliases", "media", "space", "time", "frames", "quantum", "default model name", "model")
+    rows = [header, *(_row(processor_class(name).info, aliases[name]) for name in PROCESSORS)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
     return 0
 
 
-def _row(info: ProcessorInfo) -> tuple[str, ...]:
+def _row(info: ProcessorInfo, aliases: Sequence[str]) -> tuple[str, ...]:
     return (
         info.name,
+        ", ".join(aliases) or "-",
         "/".join(info.media),
         f"{info.spatial_factor}x",
         f"{info.temporal_factor}x",
@@ -140,5 +165,6 @@ _COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "verify": _verify,
     "convert": _convert,
     "processors": _processors,
+    "completion": _completion,
     "demo": _demo,
 }

@@ -59,7 +59,7 @@ def _image_pairs(cache: Path) -> Iterator[_Pair]:
     dataset = TextToImageDataset(cache)
     for item in map(dataset.__getitem__, range(len(dataset))):
         width, height = item["crop_resolution"].tolist()
-        pixels = decode_image(Path(item["image_path"]).read_bytes())
+        pixels = decode_image(Path(item["image_path"]).read_bytes()).pixels
         original, _ = fit_to_bucket(pixels, (width, height))
         decoded = processor.decode_latents(item["latent"][None])[0]
         yield _Pair(f"{width}x{height}  {item['prompt']}", original, decoded)

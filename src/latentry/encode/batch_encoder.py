@@ -16,13 +16,14 @@ import torch
 from latentry.cache.latent_checks import latent_flags, psnr_db
 from latentry.encode.caption_batches import CaptionBatches, EncodedCaption
 from latentry.encode.device import to_host, with_smaller_batches_on_oom
-from latentry.encode.read_ahead import DecodedSample, RunningTask
+from latentry.encode.read_ahead import DecodedSample
 from latentry.encode.recipe import ResolvedRecipe
+from latentry.encode.running_task import RunningTask
 from latentry.errors import RunError
 from latentry.hardware import free_bytes, share_of_memory
 from latentry.processors import Processor, StackedFields
 from latentry.seeds import derived_seed
-from latentry.types import Bucket, PlannedSample
+from latentry.types import Bucket, Task
 
 logger = logging.getLogger(__name__)
 
@@ -83,9 +84,9 @@ class BatchEncoder:
             limit = min(limit, max(1, int(share_of_memory(self._device)) // needed))
         return 1 << (limit.bit_length() - 1)
 
-    def caption_batches(self, samples: Sequence[PlannedSample]) -> CaptionBatches:
+    def caption_batches(self, task: Task) -> CaptionBatches:
         """The encoded captions of a task's samples."""
-        return CaptionBatches(self._processor, samples)
+        return CaptionBatches(self._processor, task.samples, task.num_finished)
 
     def queue(self, running: RunningTask, batch: Sequence[DecodedSample]) -> QueuedBatch:
         """Queue the encoding of a batch on the device; do not wait for it."""

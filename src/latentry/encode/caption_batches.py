@@ -1,6 +1,7 @@
 """Encode the captions of a task: each distinct caption once, in batches, when the first sample needs it.
 
 Samples share a caption's embedding, and it is dropped after the last of them, so memory does not grow with the task.
+Which captions share a batch depends on the whole task, also if the run resumes in the middle of it.
 """
 
 from __future__ import annotations
@@ -61,18 +62,22 @@ class CaptionBatches:
     Args:
         processor: Encodes the captions.
         samples: The samples of the task, in the order in which they will be encoded.
+        num_finished: How many of the first samples need no caption, because an interrupted run has encoded them.
     """
 
-    def __init__(self, processor: Processor, samples: Sequence[PlannedSample]) -> None:
+    def __init__(self, processor: Processor, samples: Sequence[PlannedSample], num_finished: int = 0) -> None:
         self._processor = processor
-        self._uses = Counter(sample.caption.text for sample in samples)
-        self._waiting = list(self._uses)
+        self._uses = Counter(sample.caption.text for sample in samples[num_finished:])
+        captions = list(dict.fromkeys(sample.caption.text for sample in samples))
+        starts = range(0, len(captions), TEXT_BATCH_SIZE)
+        batches = [captions[start : start + TEXT_BATCH_SIZE] for start in starts]
+        self._batch_of = {caption: batch for batch in batches for caption in batch}
         self._encoded: dict[str, EncodedCaption] = {}
 
     def take(self, caption: str) -> EncodedCaption:
-        """The embedding for one sample. Encodes the next captions if this one is not encoded yet."""
-        while caption not in self._encoded:
-            self._encode_next()
+        """The embedding for one sample. Encodes the batch of this caption if it is not encoded yet."""
+        if caption not in self._encoded:
+            self._encode(self._batch_of[caption])
         taken = self._encoded[caption]
         self.drop(caption)
         return taken
@@ -83,12 +88,13 @@ class CaptionBatches:
         if not self._uses[caption]:
             self._encoded.pop(caption, None)
 
-    def _encode_next(self) -> None:
-        batch, self._waiting = self._waiting[:TEXT_BATCH_SIZE], self._waiting[TEXT_BATCH_SIZE:]
+    def _encode(self, batch: list[str]) -> None:
         columns = with_smaller_batches_on_oom(self._processor.encode_texts, batch)
         finite = _FiniteRows(columns)
         small = {key: to_host(column) for key, column in columns.items() if column.nbytes <= _SMALL_BYTES}
         for i, caption in enumerate(batch):
+            if not self._uses[caption]:
+                continue
             # Large columns are copied row by row: a caption that stays in memory must not keep the others there.
             fields = {
                 key: small[key][i : i + 1] if key in small else copy_to_host(column[i : i + 1])

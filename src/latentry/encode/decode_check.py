@@ -41,6 +41,8 @@ class DecodeCheck:
         decoded = self._processor.decode_latents(latents)[0]
         seed = derived_seed(self._recipe.seed, "crop", row.source_name)
         (crop,) = self._reader.read(file, [_planned(row)], seed)
+        if isinstance(crop, str):
+            raise MediaError(crop)
         return psnr_db(crop.pixels, decoded)
 
 
@@ -54,6 +56,7 @@ def _planned(row: Row) -> PlannedSample:
         height=height,
         bucket_id=row.bucket_id if isinstance(row.bucket_id, int) else None,
         bucket=row.bucket,
-        number=row.frame_index or 0,
-        num_samples=row.total_frames_extracted or 1,
+        number=row.number,
+        num_samples=row.num_samples,
+        window=row.window,
     )

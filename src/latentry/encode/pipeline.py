@@ -4,34 +4,39 @@ Threads decode samples ahead (``read_ahead``), the calling thread feeds the devi
 threads write what the device has finished. After queuing batch k on a GPU, the calling thread waits for batch k - 2, so
 the GPU always has the next batch in its queue. The pipeline does not pause between tasks. A sample that fails is
 recorded and the others continue. Which samples share a batch depends on the task and the batch size.
+
+A task is committed when all its samples are on disk. If it takes long, checkpoints are written in between, and one
+more if the run stops for whatever reason.
 """
 
 from __future__ import annotations
 
 import hashlib
+import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
 from latentry.cache.latent_checks import problem_of_flags
-from latentry.cache.write.commits import Commit
 from latentry.cache.write.sample_data import SampleData, image_data, sample_row, video_data
 from latentry.cache.write.task_writer import WriterThreads, task_writer
+from latentry.cache.write.workspace import Workspace
 from latentry.encode.batch_encoder import BatchEncoder, QueuedBatch
 from latentry.encode.device import gpu_feeding_priority, single_threaded_pool
-from latentry.encode.read_ahead import DecodedSample, ReadAhead, RunningTask
+from latentry.encode.read_ahead import DecodedSample, ReadAhead
 from latentry.encode.recipe import ResolvedRecipe
-from latentry.errors import RunError
+from latentry.encode.running_task import RunningTask
+from latentry.errors import LatentryError, TooManyFailuresError
 from latentry.processors import Fields, Processor
 from latentry.sources.folder import SourceFolders
 from latentry.types import Failure, PlannedSample, Task
 
-MAX_FAILURES_IN_A_ROW = 100
-"""The run stops at this many consecutive failures: the cause is then probably not in the files. With several devices,
+CHECKPOINT_INTERVAL_S = 30.0
+MAX_FAILURES = 100
+"""The run stops at this many failures in a row: the cause is then probably not in the files. With several devices,
 each worker process counts its own failures."""
 _MAX_QUEUED_BATCHES = 2
 """On a GPU. On a CPU a batch is finished when the call returns."""
@@ -56,12 +61,14 @@ class TaskRunner:
         processor: The loaded model.
         recipe: The recipe of the cache.
         source: The folders of the inputs.
-        output: The folder of the cache.
+        workspace: The folder of the cache, and its commits.
         batch_size: Samples encoded together; None chooses by bucket and device.
         num_threads: Threads that decode.
         device: The device's name.
         verify: Decode every latent and measure how close it is to the input.
         damaged: What to do with damaged inputs, one of ``DAMAGED``.
+        max_failures: Stop at this many failures in a row; 0 never stops.
+        checkpoint_interval_s: Write a checkpoint of each running task at least this often.
         on_outcome: Called for every sample.
     """
 
@@ -70,29 +77,35 @@ class TaskRunner:
         processor: Processor,
         recipe: ResolvedRecipe,
         source: SourceFolders,
-        output: Path,
+        workspace: Workspace,
         *,
         batch_size: int | None,
         num_threads: int,
         device: str = "cpu",
         verify: bool = False,
         damaged: str = "skip",
+        max_failures: int = MAX_FAILURES,
+        checkpoint_interval_s: float = CHECKPOINT_INTERVAL_S,
         on_outcome: Callable[[Outcome], None] = lambda _: None,
     ) -> None:
         self._info = processor.info
         self._recipe = recipe
         self._fingerprint = recipe.fingerprint
         self._source = source
-        self._output = output
+        self._workspace = workspace
         self._batch_size = batch_size
         self._num_threads = num_threads
         self._encoder = BatchEncoder(processor, recipe, torch.device(device), verify=verify)
         self._damaged = damaged
+        self._max_failures = max_failures
+        self._checkpoint_interval_s = checkpoint_interval_s
         self._on_outcome = on_outcome
         self._failures_in_a_row = 0
+        self._running: list[RunningTask] = []
+        self._settled_at_s = time.monotonic()
 
-    def run(self, tasks: Iterable[Task]) -> Generator[Commit, None, None]:
-        """Encode and write the tasks' samples. The files of a yielded commit are on disk."""
+    def run(self, tasks: Iterable[Task]) -> None:
+        """Encode, write and commit the tasks' samples."""
         queued: deque[QueuedBatch | RunningTask] = deque()
         closing: deque[RunningTask] = deque()
         on_gpu = self._encoder.on_gpu
@@ -112,24 +125,59 @@ class TaskRunner:
                     queued.append(running if batch is None else self._encoder.queue(running, batch))
                     while _first_is_due(queued, max_queued):
                         self._write_results(queued.popleft(), closing)
+                    self._commit_checkpoints()
                     while closing and (closing[0].writer.done() or len(closing) > max_closing):
-                        yield closing.popleft().commit()
+                        self._commit(closing.popleft())
                 while queued:
                     self._write_results(queued.popleft(), closing)
                 while closing:
-                    yield closing.popleft().commit()
+                    self._commit(closing.popleft())
             except BaseException:
                 readers.shutdown(wait=False, cancel_futures=True)
+                self._commit_last_checkpoints()
                 raise
 
     def _begin(self, task: Task, writers: WriterThreads) -> RunningTask:
         stem = hashlib.blake2b(f"{task.id} {self._fingerprint}".encode(), digest_size=16).hexdigest()
-        return RunningTask(
+        running = RunningTask(
             task,
-            task_writer(self._output, self._recipe.output_format, task.bucket, stem, writers),
-            self._encoder.caption_batches(task.samples),
+            task_writer(self._workspace.folder, self._recipe.output_format, task.bucket, stem, writers),
+            self._encoder.caption_batches(task),
             self._batch_size or self._encoder.batch_size(task.bucket),
         )
+        if task.num_finished:
+            running.restore(self._workspace.checkpoint_of(task.id))
+        self._running.append(running)
+        return running
+
+    # ---- commits ----------------------------------------------------------------------------
+
+    def _commit(self, running: RunningTask) -> None:
+        self._workspace.commit(running.commit())
+        self._running.remove(running)
+
+    def _commit_checkpoints(self) -> None:
+        """Commit the checkpoints whose samples are on disk by now."""
+        for running in self._running:
+            if (checkpoint := running.finished_checkpoint()) is not None:
+                self._workspace.commit(checkpoint)
+
+    def _commit_last_checkpoints(self) -> None:
+        """Keep what is finished of a run that stops. A second error does not hide the first."""
+        for running in self._running:
+            with suppress(LatentryError):
+                if (checkpoint := running.last_checkpoint()) is not None:
+                    self._workspace.commit(checkpoint)
+
+    def _settle(self, running: RunningTask, last: PlannedSample, num_rows: int) -> None:
+        """Record the end of a batch; begin a checkpoint if one would be overdue after another batch like it."""
+        now_s = time.monotonic()
+        batch_duration_s, self._settled_at_s = now_s - self._settled_at_s, now_s
+        running.settle(last, num_rows)
+        if running.saved_at_s is None:
+            running.saved_at_s = now_s - batch_duration_s
+        if now_s + batch_duration_s - running.saved_at_s >= self._checkpoint_interval_s:
+            running.begin_checkpoint(now_s)
 
     # ---- results ----------------------------------------------------------------------------
 
@@ -143,16 +191,16 @@ class TaskRunner:
         running = queued.running
         # All at once: each call into torch may have to wait for the GIL.
         flags, latents = queued.flags.tolist(), queued.latents.unbind()
+        outcomes = []
         for i, decoded in enumerate(queued.samples):
             caption = queued.captions[i]
             problem = problem_of_flags(flags[i], latents[i])
             if problem is None and not caption.is_finite:
                 problem = "has a caption whose embedding contains NaN or infinite values; try --dtype float32"
             if problem:
-                self._fail(running, decoded.sample, problem)
-                self._count_failure(running.task, decoded.sample.name, problem)
+                running.failures.append(Failure(decoded.sample.name, problem))
+                outcomes.append(Outcome(decoded.sample.name, failure=problem))
                 continue
-            self._failures_in_a_row = 0
             extra = {key: column[i : i + 1] for key, column in queued.extras.items()}
             data = self._sample_data(decoded, latents[i], {**caption.fields, **extra})
             running.writer.add(
@@ -160,7 +208,15 @@ class TaskRunner:
                 sample_row(decoded.sample, data, decoded.digest, decoded.crop.damage),
                 data,
             )
-            self._on_outcome(Outcome(decoded.sample.name, psnr_db=queued.psnr_db[i]))
+            outcomes.append(Outcome(decoded.sample.name, psnr_db=queued.psnr_db[i]))
+        num_failed = sum(outcome.failure is not None for outcome in outcomes)
+        self._settle(running, queued.samples[-1].sample, len(outcomes) - num_failed)
+        for outcome in outcomes:
+            self._on_outcome(outcome)
+            if outcome.failure is None:
+                self._failures_in_a_row = 0
+            else:
+                self._count_failure(running.task, outcome.name, outcome.failure)
 
     def _name(self, decoded: DecodedSample) -> str:
         """The sample's name in the cache. It changes with everything that decides the sample's bytes."""
@@ -190,20 +246,20 @@ class TaskRunner:
 
     def _decoding_failed(self, running: RunningTask, samples: Sequence[PlannedSample], reason: str) -> None:
         for sample in samples:
-            self._fail(running, sample, reason)
+            running.failures.append(Failure(sample.name, reason))
             running.captions.drop(sample.caption.text)
+            self._on_outcome(Outcome(sample.name, failure=reason))
         self._count_failure(running.task, samples[0].file.name, reason)
 
-    def _fail(self, running: RunningTask, sample: PlannedSample, reason: str) -> None:
-        running.failures.append(Failure(sample.name, reason))
-        self._on_outcome(Outcome(sample.name, failure=reason))
-
     def _count_failure(self, task: Task, name: str, reason: str) -> None:
-        self._failures_in_a_row += not task.retry
-        if self._failures_in_a_row >= MAX_FAILURES_IN_A_ROW:
-            raise RunError(
-                f"{MAX_FAILURES_IN_A_ROW} inputs in a row failed, the last one was {name} ({reason}); committed "
-                "samples are kept: fix the cause, then rerun the same command to resume"
+        if task.retry:
+            return
+        self._failures_in_a_row += 1
+        if self._failures_in_a_row == self._max_failures:
+            raise TooManyFailuresError(
+                f"{self._max_failures} inputs in a row failed, the last one was {name} ({reason}); finished samples "
+                "are kept and failures.jsonl lists the failures: fix the cause, or set --max_failures (0 for no "
+                "limit), then rerun the same command to resume"
             )
 
 

@@ -9,27 +9,29 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import msgspec
+from msgspec import UNSET
 
 from latentry.cache.format import CacheMetadata, Row
 from latentry.cache.read.shard_files import OpenShards
-from latentry.cache.write.commits import Commit
+from latentry.cache.write.commits import Checkpoint
 from latentry.cache.write.workspace import Workspace
-from latentry.encode.pipeline import Outcome
+from latentry.encode.pipeline import CHECKPOINT_INTERVAL_S, MAX_FAILURES, Outcome
 from latentry.encode.plan import Plan, bucket_chooser, count_buckets, make_plan, task_size_of
 from latentry.encode.read_ahead import DAMAGED
 from latentry.encode.recipe import Recipe, ResolvedRecipe, resolve_recipe
+from latentry.encode.repeats import Repeats
 from latentry.engines.local import Job, run_tasks
-from latentry.errors import CacheError, ConfigError, RunError
+from latentry.errors import CacheError, ConfigError, ModelError, RunError, TooManyFailuresError
 from latentry.hardware import find_devices
-from latentry.processors import processor_class
+from latentry.processors import Processor, processor_class
 from latentry.report.summary import PrepareResult
+from latentry.sources.caption_folders import CaptionFolders
 from latentry.sources.captions import CaptionFinder
-from latentry.sources.folder import SourceFolders, list_folder
+from latentry.sources.folder import SourceFolders, list_folders
 from latentry.storage import content_digest
 from latentry.types import Bucket, Failure, ProcessorInfo, SourceFile
 
@@ -46,21 +48,26 @@ class Progress:
     by_device: Mapping[str, int] = field(default_factory=dict)
 
 
+Folders = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+"""A folder, or several."""
 OnProgress = Callable[[Progress], None]
 
 
 def prepare(
     recipe: Recipe,
     *,
-    image_dir: str | os.PathLike[str] | None = None,
-    video_dir: str | os.PathLike[str] | None = None,
+    image_dir: Folders | None = None,
+    video_dir: Folders | None = None,
     output_dir: str | os.PathLike[str],
     devices: str = "auto",
     batch_size: int | None = None,
     shard_size: int = 10_000,
     max_files: int | None = None,
+    repeats: int | Sequence[int] | None = None,
     verify: bool = False,
     damaged: str = "skip",
+    max_failures: int = MAX_FAILURES,
+    checkpoint_interval_s: float = CHECKPOINT_INTERVAL_S,
     overwrite: bool = False,
     dry_run: bool = False,
     on_progress: OnProgress = lambda _: None,
@@ -72,25 +79,39 @@ def prepare(
 
     Args:
         recipe: Everything that decides the content of the cache.
-        image_dir: The folder of images, searched recursively.
-        video_dir: The folder of videos, searched recursively. Exactly one of the two is given.
+        image_dir: The folder of images, searched recursively, or a list of folders. Files are named by their path
+            relative to the first one.
+        video_dir: The folder of videos, or a list of folders. Exactly one of the two is given.
         output_dir: The folder of the cache; created if missing. If it holds an unfinished run of the same recipe,
             the run is resumed; if it holds a finished cache, new and changed inputs are added.
         devices: ``auto`` (every GPU, or the CPU), ``cpu``, or a list such as ``cuda:0,cuda:1``.
         batch_size: Samples encoded together; None chooses by the GPU's memory, and 1 on a CPU and for clips.
         shard_size: Rows per metadata shard.
-        max_files: Encode only the first N inputs, sorted by name.
+        max_files: Encode only the first N inputs, folder by folder and sorted by name in each.
+        repeats: How often an epoch has the samples of each folder: one number for each, or one for all. They are
+            encoded once.
         verify: Decode what this run encodes, and measure how close it is to its input. Also compare the checksums of
             samples that are already there, and encode damaged ones again.
         damaged: What to do with inputs whose decoder reports damage: ``skip`` makes them failures, ``keep`` encodes
             what could be decoded and says so in their rows, ``error`` stops the run at the first one.
+        max_failures: Stop the run at this many failures in a row. With several devices, each counts its own. 0 removes
+            the limit.
+        checkpoint_interval_s: Make finished samples durable at least this often, in seconds. They are made durable
+            when the run stops, too.
         overwrite: Replace a cache that was made by another recipe.
-        dry_run: Only plan; write nothing.
+        dry_run: Only plan; write nothing. It needs no weights: what it cannot find out without them is in the
+            result's ``unknown``.
         on_progress: Called as inputs are planned and encoded.
     """
-    for name, value in (("batch_size", batch_size), ("shard_size", shard_size), ("max_files", max_files)):
-        if value is not None and value < 1:
-            raise ConfigError(f"{name} is {value}; it must be at least 1")
+    for name, value, least in (
+        ("batch_size", batch_size, 1),
+        ("shard_size", shard_size, 1),
+        ("max_files", max_files, 1),
+        ("max_failures", max_failures, 0),
+        ("checkpoint_interval_s", checkpoint_interval_s, 0),
+    ):
+        if value is not None and value < least:
+            raise ConfigError(f"{name} is {value}; it must be at least {least}")
     if damaged not in DAMAGED:
         raise ConfigError(f"unknown damaged {damaged!r}; choose one of {', '.join(DAMAGED)}")
     started = time.monotonic()
@@ -99,30 +120,50 @@ def prepare(
     output = Path(output_dir).expanduser().absolute()
     device_names = find_devices(devices)
     model_name = recipe.model_name or processor.info.default_model_name
+    weights, unknown = _weights(processor, model_name, Workspace(output), dry_run=dry_run)
     resolved = resolve_recipe(
         recipe,
         processor.info,
-        processor.weights_identity(model_name),
+        weights,
         on_gpu=all(name.startswith("cuda") for name in device_names),
     )
-    inputs = _Inputs(resolved, processor.info, source, output, max_files, damaged, on_progress)
+    repeated = Repeats.of(source, repeats)
+    inputs = _Inputs(recipe, resolved, processor.info, source, output, max_files, damaged, on_progress)
 
     if dry_run:
         workspace = Workspace(output)
         if not overwrite:
             _check_recipe(workspace, resolved)
-        plan = inputs.plan(workspace, {} if overwrite else workspace.rows(resolved.fingerprint))
-        return _result(plan, output, device_names, started, plan.buckets(), dry_run=True)
+        known = {} if overwrite else workspace.rows(resolved.fingerprint)
+        plan = inputs.plan(workspace, known, [] if overwrite else workspace.checkpoints())
+        return replace(
+            _result(
+                plan,
+                inputs,
+                output,
+                device_names,
+                started,
+                plan.buckets(),
+                plan.buckets(repeated),
+                dry_run=True,
+            ),
+            unknown=unknown,
+        )
 
     with Workspace.opened(output) as workspace:
         if not overwrite:
             _check_recipe(workspace, resolved)
         workspace.begin(resolved.recorded(), overwrite=overwrite)
         known = workspace.rows(resolved.fingerprint)
+        checkpoints = workspace.checkpoints()
         if verify:
             shards = OpenShards(output)
             known = {name: row for name, row in known.items() if _is_intact(row, workspace, shards)}
-        plan = inputs.plan(workspace, known)
+            checkpoints = [
+                replace(c, rows=tuple(row for row in c.rows if _is_intact(row, workspace, shards)))
+                for c in checkpoints
+            ]
+        plan = inputs.plan(workspace, known, checkpoints)
         watcher = _Watcher(plan, on_progress)
         job = Job(
             recipe=resolved,
@@ -133,17 +174,24 @@ def prepare(
             batch_size=batch_size,
             verify=verify,
             damaged=damaged,
+            max_failures=max_failures,
+            checkpoint_interval_s=checkpoint_interval_s,
         )
-        run_tasks(job, plan.tasks, device_names, watcher)
+        try:
+            run_tasks(job, plan.tasks, device_names, watcher)
+        except TooManyFailuresError:
+            workspace.record_failures([*plan.skipped, *watcher.failures])
+            raise
         encoded = {row.sample_name: row for row in workspace.committed_rows(task.id for task in plan.tasks)}
-        rows = _rows_to_keep(plan, known, encoded, source, workspace)
+        rows = repeated.expand(_rows_to_keep(plan, encoded, source, workspace))
         failures = sorted([*plan.skipped, *watcher.failures], key=lambda failure: failure.name)
         workspace.finish(rows, failures, shard_size, _metadata(recipe, resolved, model_name, processor.info))
-    return _result(plan, output, device_names, started, count_buckets(rows), watcher=watcher)
+    buckets = count_buckets(row for row in rows if row.repeat == 0)
+    return _result(plan, inputs, output, device_names, started, buckets, count_buckets(rows), watcher=watcher)
 
 
 def _source_folders(
-    recipe: Recipe, info: ProcessorInfo, image_dir: Any | None, video_dir: Any | None
+    recipe: Recipe, info: ProcessorInfo, image_dir: Folders | None, video_dir: Folders | None
 ) -> SourceFolders:
     """The folders of the inputs, if they fit the recipe and the processor."""
     media = recipe.media
@@ -151,12 +199,28 @@ def _source_folders(
         raise ConfigError(
             f"the processor {recipe.processor!r} encodes {' and '.join(info.media)}s, not {media}s"
         )
-    folder = image_dir if media == "image" else video_dir
-    if folder is None or (image_dir is not None and video_dir is not None):
+    folders = image_dir if media == "image" else video_dir
+    if folders is None or (image_dir is not None and video_dir is not None):
         raise ConfigError(
             f"a recipe for {media}s needs {media}_dir, the folder of the {media}s, and no other folder"
         )
-    return SourceFolders((Path(folder).expanduser().absolute(),))
+    return SourceFolders.of([folders] if isinstance(folders, (str, os.PathLike)) else folders)
+
+
+def _weights(
+    processor: type[Processor], model_name: str, workspace: Workspace, *, dry_run: bool
+) -> tuple[str, tuple[str, ...]]:
+    """The identity of the weights, and what a dry run cannot know if they are not on this machine."""
+    if not dry_run:
+        return processor.weights_identity(model_name), ()
+    try:
+        return processor.weights_identity(model_name, download=False), ()
+    except ModelError:
+        unknown = f"the weights of {model_name} are not on this machine, so the plan does not check them"
+        recorded = workspace.recorded_recipe() or {}
+        if weights := recorded.get("weights"):
+            return str(weights), (f"{unknown}; it assumes that the cache was made with them",)
+        return "unknown", (unknown,)
 
 
 class _Inputs:
@@ -164,6 +228,7 @@ class _Inputs:
 
     def __init__(
         self,
+        recipe: Recipe,
         resolved: ResolvedRecipe,
         info: ProcessorInfo,
         source: SourceFolders,
@@ -175,16 +240,22 @@ class _Inputs:
         self._resolved, self._info = resolved, info
         self._source, self._output = source, output
         self._damaged, self._on_progress = damaged, on_progress
+        self._sizes = recipe.size_rules()
         self._choose_buckets = bucket_chooser(resolved)
         self._reader = resolved.media_reader()
-        files, self._unreadable = list_folder(source.roots[0], self._reader.suffixes, leave_out=output)
-        self._files: Sequence[SourceFile] = files[:max_files]
+        self._listing = list_folders(source, self._reader.suffixes, media=recipe.media, leave_out=output)
+        self._files: Sequence[SourceFile] = self._listing.files[:max_files]
         lines_field = "internvl" if resolved.video is None else "caption"
-        self._finder = CaptionFinder(
-            source.roots[0], resolved.caption_format, resolved.caption_field, lines_field
+        self._finder = CaptionFolders(
+            source,
+            lambda root: CaptionFinder(root, resolved.caption_format, resolved.caption_field, lines_field),
         )
 
-    def plan(self, workspace: Workspace, known: Mapping[str, Row]) -> Plan:
+    def ignored(self) -> dict[str, int]:
+        """Files of the folders that were not taken, by ending. Known once captions were looked up."""
+        return self._listing.ignored({file.name for file in self._files} | self._finder.files_read)
+
+    def plan(self, workspace: Workspace, known: Mapping[str, Row], checkpoints: Sequence[Checkpoint]) -> Plan:
         plan = make_plan(
             self._files,
             self._source,
@@ -192,17 +263,23 @@ class _Inputs:
             self._choose_buckets,
             self._finder,
             known=known,
+            sizes=self._sizes,
+            checkpoints=checkpoints,
             task_size=task_size_of(self._resolved, self._info),
-            unreadable=self._unreadable,
+            unreadable=self._listing.unreadable,
             failed_before=workspace.failed_before(),
             keep_damaged=self._damaged == "keep",
-            on_progress=lambda done: self._on_progress(Progress("plan", done, len(self._files))),
+            on_progress=lambda *counts: self._on_progress(Progress("plan", *counts)),
         )
         if plan.vanished and not plan.done:
             raise RunError(
                 f"none of the {len(plan.vanished)} samples in {self._output} comes from {self._source}; choose "
-                "another output_dir, or replace that cache with --overwrite"
+                "another output_dir, give the folders in the same order as before, or replace that cache with "
+                "--overwrite"
             )
+        if plan.left_out and not (plan.tasks or plan.done):
+            name, reason = plan.left_out[0].name, plan.left_out[0].reason
+            raise RunError(f"every input is left out, such as {name}, which {reason}; loosen that rule")
         if plan.skipped and self._damaged == "error":
             raise RunError(
                 f"{plan.skipped[0].name} {plan.skipped[0].reason}; mend or move the file, or leave out --damaged error"
@@ -218,10 +295,11 @@ def _metadata(
         processor=recipe.processor,
         model_name=model_name,
         model_type=info.model_type,
-        caption_field=recipe.caption_field,
-        max_pixels=resolved.max_pixels,
         caption_format=recipe.caption_format if recipe.video else None,
+        caption_field=recipe.caption_field or ("caption" if recipe.video else "internvl"),
+        max_pixels=resolved.max_pixels,
         mode=recipe.video.mode if recipe.video else None,
+        target_frames=recipe.video.target_frames if recipe.video else UNSET,
         recipe=resolved.recorded(),
         fingerprint=resolved.fingerprint,
         shards=[],
@@ -255,19 +333,11 @@ def _is_intact(row: Row, workspace: Workspace, shards: OpenShards) -> bool:
 
 
 def _rows_to_keep(
-    plan: Plan,
-    known: Mapping[str, Row],
-    encoded: Mapping[str, Row],
-    source: SourceFolders,
-    workspace: Workspace,
+    plan: Plan, encoded: Mapping[str, Row], source: SourceFolders, workspace: Workspace
 ) -> list[Row]:
-    """The rows of the finished cache: done, encoded, and those whose input exists but was left out of this run."""
-    gone = set(plan.vanished)
-    left_out = {
-        name: row for name, row in known.items() if row.source_name not in plan.files and name not in gone
-    }
+    """The rows of the finished cache: done, encoded, and those whose input exists but is not part of this run."""
     rows = []
-    for row in {**left_out, **plan.done, **encoded}.values():
+    for row in {**plan.kept, **plan.done, **encoded}.values():
         path = str(source.path(row.source_name))
         file = row.files(workspace.locator)[0]
         rows.append(
@@ -276,9 +346,11 @@ def _rows_to_keep(
                 cache_file=row.cache_file if row.packed else str(workspace.folder / file),
                 image_path=None if row.image_path is None else path,
                 video_path=None if row.video_path is None else path,
+                # Rows of version 0.1 count from 0.
+                frame_index=None if row.frame_index is None else row.number + 1,
             )
         )
-    return sorted(rows, key=lambda row: (row.source_name, row.frame_index or 0))
+    return rows
 
 
 class _Watcher:
@@ -292,9 +364,7 @@ class _Watcher:
         self.by_device: dict[str, int] = {}
         self.psnr_db: dict[str, tuple[Bucket, float]] = {}
 
-    def __call__(self, device: str, report: Outcome | Commit) -> None:
-        if isinstance(report, Commit):
-            return
+    def __call__(self, device: str, report: Outcome) -> None:
         self.by_device[device] = self.by_device.get(device, 0) + 1
         if report.failure is not None:
             self.failures.append(Failure(report.name, report.failure))
@@ -306,10 +376,12 @@ class _Watcher:
 
 def _result(
     plan: Plan,
+    inputs: _Inputs,
     output: Path,
     devices: Sequence[str],
     started: float,
     buckets: Mapping[Bucket, int],
+    items: Mapping[Bucket, int],
     *,
     dry_run: bool = False,
     watcher: _Watcher | None = None,
@@ -322,6 +394,13 @@ def _result(
         num_already_done=len(plan.done),
         num_removed=len(plan.vanished),
         failures=tuple(sorted(failures, key=lambda failure: failure.name)),
+        num_kept=len(plan.kept),
+        items=items,
+        size_changes=plan.size_changes,
+        warnings=plan.warnings,
+        ignored=inputs.ignored(),
+        left_out=plan.left_out,
+        notes=dict(plan.notes),
         buckets=buckets,
         captions=dict(plan.captions),
         caption_problems=plan.caption_problems,

@@ -9,20 +9,20 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import groupby
 
-from latentry.cache.write.commits import Commit
-from latentry.cache.write.task_writer import TaskWriter
-from latentry.encode.caption_batches import CaptionBatches
 from latentry.encode.recipe import ResolvedRecipe
+from latentry.encode.running_task import RunningTask
 from latentry.errors import MediaError, RunError
 from latentry.media.reader import Crop
 from latentry.seeds import derived_seed
 from latentry.sources.folder import SourceFolders
-from latentry.types import Failure, PlannedSample, Task
+from latentry.types import Bucket, PlannedSample
 
 _MAX_BYTES_AHEAD = 1 << 32
+_MAX_BYTES_PER_READ = 1 << 29
+"""Samples of one file are decoded together, up to this size: a film may give hundreds of clips."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,21 +32,6 @@ class DecodedSample:
     sample: PlannedSample
     crop: Crop
     digest: str
-
-
-@dataclass
-class RunningTask:
-    """A task in progress."""
-
-    task: Task
-    writer: TaskWriter
-    captions: CaptionBatches
-    batch_size: int
-    failures: list[Failure] = field(default_factory=list)
-
-    def commit(self) -> Commit:
-        """The task's outcome. Waits until everything is on disk."""
-        return Commit(self.task.id, tuple(self.writer.rows()), tuple(self.failures))
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +48,11 @@ OnFailure = Callable[[RunningTask, Sequence[PlannedSample], str], None]
 
 DAMAGED = ("skip", "keep", "error")
 """What to do with damaged inputs: report them as failures, encode them all the same, or stop the run."""
+
+
+def _num_bytes(bucket: Bucket) -> int:
+    """Bytes of a sample's pixels."""
+    return 3 * bucket.pixels * (bucket.num_frames or 1)
 
 
 class ReadAhead:
@@ -139,16 +129,19 @@ class ReadAhead:
 
         At first only two batches: the device waits for the first one, and decoding more clips beside it delays it.
         """
-        width, height, num_frames = running.task.bucket
-        fitting = _MAX_BYTES_AHEAD // (3 * width * height * (num_frames or 1))
+        fitting = _MAX_BYTES_AHEAD // _num_bytes(running.task.bucket)
         return max(2, min(2 * running.batch_size + min(num_decoded, self._num_threads), fitting))
 
     def _pending_files(self, tasks: Iterable[RunningTask]) -> Iterator[_PendingFile]:
         """Submit the files of the tasks to the pool, one after the other."""
         for running in tasks:
-            for _, group in groupby(running.task.samples, key=lambda sample: sample.file):
+            to_do = running.task.samples[running.task.num_finished :]
+            for _, group in groupby(to_do, key=lambda sample: sample.file):
                 samples = tuple(group)
-                yield _PendingFile(running, samples, self._pool.submit(self._decode, samples))
+                size = max(1, _MAX_BYTES_PER_READ // _num_bytes(running.task.bucket))
+                for start in range(0, len(samples), size):
+                    part = samples[start : start + size]
+                    yield _PendingFile(running, part, self._pool.submit(self._decode, part))
             yield _PendingFile(running, (), None)
 
     def _decode(self, samples: Sequence[PlannedSample]) -> list[DecodedSample | str] | str:
@@ -170,7 +163,9 @@ class ReadAhead:
             media = self._reader.load(path)
             crops = self._reader.read(media, samples, derived_seed(self._recipe.seed, "crop", file.name))
             return [
-                f"is damaged: {crop.damage}"
+                crop
+                if isinstance(crop, str)
+                else f"is damaged: {crop.damage}"
                 if crop.damage and self._damaged != "keep"
                 else DecodedSample(sample, crop, media.digest)
                 for sample, crop in zip(samples, crops, strict=True)

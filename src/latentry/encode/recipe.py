@@ -7,18 +7,22 @@ later run with another resolved recipe is refused: a cache never mixes latents o
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, fields
 from typing import Any
 
+from latentry.buckets import parse_aspect_ratio
 from latentry.cache.format import OUTPUT_FORMATS, recipe_fingerprint
 from latentry.crops import CROP_MODES
+from latentry.encode.sizes import SizeRules
 from latentry.errors import ConfigError
+from latentry.media.hdr import HDR_MODES
 from latentry.media.image_reader import ImageReader
 from latentry.media.images import NO_CROP
 from latentry.media.reader import MediaReader
-from latentry.media.video_options import VideoOptions
+from latentry.media.video_options import VideoOptions, with_old_defaults
 from latentry.media.video_reader import VideoReader
+from latentry.processors import canonical_name
 from latentry.sources.captions import CAPTION_FORMATS
 from latentry.types import ProcessorInfo
 
@@ -36,7 +40,7 @@ class Recipe:
     """
 
     processor: str = "tiny"
-    """The model family; ``latentry processors`` lists them."""
+    """The model family; ``latentry processors`` lists them. An alias is replaced by the name it stands for."""
     model_name: str | None = None
     """A folder in the diffusers layout or a hub name; None is the processor's default."""
     max_pixels: int = 256 * 256
@@ -60,19 +64,61 @@ class Recipe:
     """Which frames of a video are used; None is for images."""
     size: tuple[int, int] | None = None
     """(width, height) of every sample, instead of buckets under ``max_pixels``."""
+    hdr: str = "tonemap"
+    """What becomes of HDR inputs (PQ, HLG): ``tonemap`` converts them to sRGB, ``skip`` reports them as failures."""
+    bucket_step: int | None = None
+    """Bucket sides are multiples of this many pixels; None is the processor's own step."""
+    aspect_ratios: Sequence[str] | None = None
+    """The shapes of buckets, such as ``("1:1", "4:3", "3:4")``; None is the standard ones."""
+    min_pixels: int | None = None
+    """Leave out inputs with fewer pixels."""
+    min_side: int | None = None
+    """Leave out inputs whose shorter side has fewer pixels."""
+    max_upscale: float | None = None
+    """Leave out inputs that would be scaled up by a larger factor; 1 allows no upscaling."""
+    max_crop: float | None = None
+    """Leave out inputs of which cropping would lose a larger share, from 0 to 1."""
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "processor", canonical_name(self.processor))
         for name, value, allowed in (
             ("crop_mode", self.crop_mode, (*CROP_MODES, NO_CROP)),
             ("caption_format", self.caption_format, CAPTION_FORMATS),
             ("dtype", self.dtype, DTYPES),
             ("output_format", self.output_format, OUTPUT_FORMATS),
+            ("hdr", self.hdr, HDR_MODES),
         ):
             if value not in allowed:
                 raise ConfigError(f"unknown {name} {value!r}; choose one of {', '.join(allowed)}")
         for name, number in (("max_pixels", self.max_pixels), ("seed", self.seed)):
             if isinstance(number, bool) or not isinstance(number, int) or number < 0:
                 raise ConfigError(f"{name} is {number!r}; it must be a whole number, 0 or more")
+        for name, given in (("bucket_step", self.bucket_step), ("aspect_ratios", self.aspect_ratios)):
+            if given is not None and self.size is not None:
+                raise ConfigError(
+                    f"{name} has no effect with a fixed width and height; leave out one of them"
+                )
+        self.bucket_shapes()
+        self.size_rules()
+
+    def bucket_shapes(self) -> tuple[tuple[int, int], ...] | None:
+        """The aspect ratios in lowest terms, tallest first, each once; None for the standard ones."""
+        if self.aspect_ratios is None:
+            return None
+        found = {parse_aspect_ratio(text) for text in self.aspect_ratios}
+        if not found:
+            raise ConfigError("aspect_ratios is empty; give at least one, such as 1:1")
+        return tuple(sorted(found, key=lambda ratio: ratio[0] / ratio[1]))
+
+    def size_rules(self) -> SizeRules:
+        """Which inputs are taken, by their size. A later run may choose others."""
+        return SizeRules(
+            crop_mode=self.crop_mode,
+            min_pixels=self.min_pixels,
+            min_side=self.min_side,
+            max_upscale=self.max_upscale,
+            max_crop=self.max_crop,
+        )
 
     @property
     def media(self) -> str:
@@ -105,17 +151,20 @@ class ResolvedRecipe:
     frame_step: int
     video: VideoOptions | None
     size: tuple[int, int] | None
+    hdr: str = "tonemap"
+    aspect_ratios: tuple[tuple[int, int], ...] | None = None
 
     @classmethod
     def from_recorded(cls, recorded: Mapping[str, Any]) -> ResolvedRecipe:
         """The recipe that a cache's ``metadata.json`` records."""
-        video, size = recorded.get("video"), recorded.get("size")
+        video, size, ratios = (recorded.get(name) for name in ("video", "size", "aspect_ratios"))
         try:
             return cls(
                 **{
                     **recorded,
-                    "video": VideoOptions(**video) if video else None,
+                    "video": VideoOptions.from_recorded(video) if video else None,
                     "size": tuple(size) if size else None,
+                    "aspect_ratios": tuple((width, height) for width, height in ratios) if ratios else None,
                 }
             )
         except TypeError as error:
@@ -124,12 +173,14 @@ class ResolvedRecipe:
     def media_reader(self) -> MediaReader:
         """The reader of this recipe's inputs."""
         if self.video is None:
-            return ImageReader(self.crop_mode)
-        return VideoReader(self.video, self.crop_mode, self.frame_step)
+            return ImageReader(self.crop_mode, hdr=self.hdr)
+        return VideoReader(self.video, self.crop_mode, self.frame_step, self.hdr)
 
     def recorded(self) -> dict[str, Any]:
         """The recipe as a cache records it, without the fields that have their default value."""
         found = asdict(self)
+        if self.video is not None:
+            found["video"] = self.video.recorded()
         return {
             field.name: found[field.name]
             for field in fields(self)
@@ -144,13 +195,21 @@ class ResolvedRecipe:
 
     def differences(self, recorded: Mapping[str, Any]) -> list[str]:
         """One line for each field in which a recorded recipe differs from this one."""
-        mine = json.loads(json.dumps(self.recorded()))
+        mine = _flat(json.loads(json.dumps(self.recorded())))
+        recorded = _flat(recorded)
         names = [*mine, *sorted(recorded.keys() - mine.keys())]
         return [
             f"{name} was {recorded.get(name)!r}, now {mine.get(name)!r}"
             for name in names
             if mine.get(name) != recorded.get(name)
         ]
+
+
+def _flat(recorded: Mapping[str, Any]) -> dict[str, Any]:
+    """A recorded recipe with the options of videos beside the others, as users give them."""
+    video = recorded.get("video")
+    options = with_old_defaults(video) if isinstance(video, dict) else {}
+    return {**recorded, "video": bool(video), **options}
 
 
 def resolve_recipe(recipe: Recipe, info: ProcessorInfo, weights: str, *, on_gpu: bool) -> ResolvedRecipe:
@@ -163,6 +222,7 @@ def resolve_recipe(recipe: Recipe, info: ProcessorInfo, weights: str, *, on_gpu:
         on_gpu: Whether all devices of the run are GPUs, which decides the dtype ``auto``.
     """
     _check_sizes(recipe, info.quantum, info.temporal_factor)
+    _check_bucket_step(recipe, info)
     dtype = recipe.dtype
     if dtype == "auto":
         dtype = "bfloat16" if on_gpu else "float32"
@@ -171,7 +231,7 @@ def resolve_recipe(recipe: Recipe, info: ProcessorInfo, weights: str, *, on_gpu:
         processor_version=info.version,
         weights=weights,
         max_pixels=recipe.max_pixels,
-        quantization=info.quantum,
+        quantization=recipe.bucket_step or info.quantum,
         crop_mode=recipe.crop_mode,
         caption_format=recipe.caption_format,
         caption_field=recipe.caption_field,
@@ -182,6 +242,8 @@ def resolve_recipe(recipe: Recipe, info: ProcessorInfo, weights: str, *, on_gpu:
         frame_step=info.temporal_factor,
         video=recipe.video,
         size=recipe.size,
+        hdr=recipe.hdr,
+        aspect_ratios=recipe.bucket_shapes(),
     )
 
 
@@ -202,3 +264,13 @@ def _check_sizes(recipe: Recipe, quantum: int, frame_step: int) -> None:
             f"target_frames is {frames}, but this model takes {frame_step}n+1; the nearest are {below} and "
             f"{below + frame_step}"
         )
+
+
+def _check_bucket_step(recipe: Recipe, info: ProcessorInfo) -> None:
+    """Check that buckets on this grid are whole tokens of the model; the error names the nearest steps that are."""
+    step, unit = recipe.bucket_step, info.min_quantum
+    if step is None or (step > 0 and step % unit == 0):
+        return
+    below = step // unit * unit
+    nearest = f"the nearest are {below} and {below + unit}" if below > 0 else f"the smallest is {unit}"
+    raise ConfigError(f"bucket_step is {step}, but {info.name} needs a multiple of {unit}; {nearest}")

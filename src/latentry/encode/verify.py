@@ -11,7 +11,7 @@ from pathlib import Path
 
 from latentry.cache.format import read_metadata
 from latentry.cache.verify import VerifyResult, check_cache
-from latentry.processors import PROCESSORS, processor_class
+from latentry.processors import PROCESSORS, canonical_name, processor_class
 
 
 def verify_cache(
@@ -35,7 +35,7 @@ def verify_cache(
     folder = Path(cache_dir).expanduser().absolute()
     metadata = read_metadata(folder)
     frame_step = None
-    if metadata.processor in PROCESSORS:
+    if metadata.processor is not None and canonical_name(metadata.processor) in PROCESSORS:
         frame_step = processor_class(metadata.processor).info.temporal_factor
     compare = None
     if decode:

@@ -12,19 +12,19 @@ import multiprocessing.connection
 import os
 import signal
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import closing, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
-from latentry.cache.write.commits import Commit
 from latentry.cache.write.workspace import Workspace
-from latentry.encode.pipeline import Outcome, TaskRunner
+from latentry.encode.pipeline import CHECKPOINT_INTERVAL_S, MAX_FAILURES, Outcome, TaskRunner
 from latentry.encode.recipe import ResolvedRecipe
 from latentry.errors import LatentryError, RunError
 from latentry.hardware import num_cores
@@ -33,6 +33,8 @@ from latentry.sources.folder import SourceFolders
 from latentry.types import Task
 
 _MAX_READERS = 16
+_STOP_LIMIT_S = 10.0
+"""How long a worker process may take to write its last checkpoint when the run stops."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,10 +55,14 @@ class Job:
     """Whether to decode every latent and measure its PSNR."""
     damaged: str
     """What to do with damaged inputs: ``skip``, ``keep`` or ``error``."""
+    max_failures: int = MAX_FAILURES
+    """Failures in a row that stop the run; 0 for no limit."""
+    checkpoint_interval_s: float = CHECKPOINT_INTERVAL_S
+    """How often the finished samples of a running task are made durable."""
 
 
-Reporter = Callable[[str, Outcome | Commit], None]
-"""Receives a device name and a report: each sample's outcome and, with a single device, each commit."""
+Reporter = Callable[[str, Outcome], None]
+"""Receives a device name and a sample's outcome."""
 
 
 def run_tasks(job: Job, tasks: Sequence[Task], devices: Sequence[str], report: Reporter) -> None:
@@ -81,25 +87,22 @@ def _run_on_device(
         processor = processor_class(job.recipe.processor)(
             job.model_name, torch.device(device), getattr(torch, job.recipe.dtype)
         )
-        workspace = Workspace(job.output, job.run)
         runner = TaskRunner(
             processor,
             job.recipe,
             job.source,
-            job.output,
+            Workspace(job.output, job.run),
             batch_size=job.batch_size,
             # A quarter of the cores is left to the thread that feeds the device and to the writers.
             num_threads=min(_MAX_READERS, max(2, cores * 3 // 4)),
             device=device,
             verify=job.verify,
             damaged=job.damaged,
+            max_failures=job.max_failures,
+            checkpoint_interval_s=job.checkpoint_interval_s,
             on_outcome=lambda outcome: report(device, outcome),
         )
-        # Closing the generator ends its thread pools and settings here, not when it is garbage-collected.
-        with closing(runner.run(tasks)) as commits:
-            for commit in commits:
-                workspace.commit(commit)
-                report(device, commit)
+        runner.run(tasks)
 
 
 # ---- several devices ------------------------------------------------------------------------
@@ -125,31 +128,64 @@ def _run_in_processes(job: Job, tasks: Sequence[Task], devices: Sequence[str], r
     try:
         _collect([receiver for receiver, _ in pipes], workers, devices, report)
     finally:
-        for worker in workers:
-            worker.terminate()
-        for worker in workers:
-            worker.join()
+        _stop(workers)
         Workspace(job.output).remove_drafts()
         queue.cancel_join_thread()
         queue.close()
 
 
+def _stop(workers: Sequence[Any]) -> None:
+    """Let the workers write their last checkpoints; kill those that take too long, or if the user insists."""
+    for worker in workers:
+        worker.terminate()
+    deadline_s = time.monotonic() + _STOP_LIMIT_S
+    try:
+        for worker in workers:
+            worker.join(max(0.0, deadline_s - time.monotonic()))
+    finally:
+        for worker in workers:
+            worker.kill()
+        for worker in workers:
+            worker.join()
+
+
 def _work(job: Job, device: str, num_workers: int, queue: Any, reports: Connection) -> None:
     """The body of a worker process. Its last report is None, or the error that stopped it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C and terminates its workers
+    signal.signal(signal.SIGTERM, _interrupt)
     threading.Thread(target=_exit_with_parent, daemon=True).start()
 
-    def report(_: str, content: Outcome | Commit) -> None:
-        if isinstance(content, Outcome):  # commits are large, and already on disk
-            reports.send(content)
-
     try:
-        _run_on_device(job, iter(queue.get, None), device, num_workers=num_workers, report=report)
-        reports.send(None)
+        last = _outcome_of(job, device, num_workers, queue, reports)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the parent may end this process from now on
+        reports.send(last)
+    except KeyboardInterrupt:
+        pass  # the parent stops the run; what was finished is saved
+
+
+def _outcome_of(
+    job: Job, device: str, num_workers: int, queue: Any, reports: Connection
+) -> LatentryError | None:
+    """Run the tasks in the queue and return the error that stopped them, if any."""
+    try:
+        _run_on_device(
+            job,
+            iter(queue.get, None),
+            device,
+            num_workers=num_workers,
+            report=lambda _, outcome: reports.send(outcome),
+        )
     except LatentryError as error:
-        reports.send(error)
+        return error
     except Exception:  # a bug: the parent reports it with the device's name
-        reports.send(RunError(f"the worker on {device} failed: {traceback.format_exc()}"))
+        return RunError(f"the worker on {device} failed: {traceback.format_exc()}")
+    return None
+
+
+def _interrupt(*_: object) -> NoReturn:
+    """Stop the run in this process. A second signal, such as one to the whole process group, changes nothing."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    raise KeyboardInterrupt
 
 
 def _exit_with_parent() -> None:

@@ -8,11 +8,15 @@ from pathlib import Path
 
 from latentry.errors import MediaError
 from latentry.media.content import MediaFile, read_media_file
-from latentry.media.images import decode_image, fit_to_bucket, probe_image
+from latentry.media.image_header import probe_image
+from latentry.media.images import decode_image, fit_to_bucket
 from latentry.media.reader import Crop, ProbeResult
 from latentry.types import PlannedSample
 
-IMAGE_SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".webp", ".bmp"})
+IMAGE_SUFFIXES = frozenset(
+    {".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".apng", ".webp", ".bmp", ".gif", ".tif", ".tiff"}
+    | {".avif", ".heic", ".heif", ".jxl"}
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,10 +25,11 @@ class ImageReader:
 
     crop_mode: str
     resize_mode: str = "bicubic"
+    hdr: str = "tonemap"
     suffixes: frozenset[str] = IMAGE_SUFFIXES
 
     def probe(self, path: Path) -> ProbeResult:
-        return ProbeResult(*probe_image(path))
+        return ProbeResult(*probe_image(path, self.hdr))
 
     def load(self, path: Path) -> MediaFile:
         return read_media_file(path)
@@ -32,10 +37,11 @@ class ImageReader:
     def read(self, file: MediaFile, samples: Sequence[PlannedSample], seed: int) -> list[Crop]:
         (sample,) = samples
         assert file.content is not None, "images are read whole, whatever their size"
-        pixels = decode_image(file.content)
-        height, width = pixels.shape[:2]
+        image = decode_image(file.content, self.hdr)
+        height, width = image.pixels.shape[:2]
         if (width, height) != (sample.width, sample.height):
             raise MediaError(f"is {width}x{height}, but was {sample.width}x{sample.height} when planned")
-        return [
-            Crop(*fit_to_bucket(pixels, sample.bucket.resolution, self.crop_mode, seed, self.resize_mode))
-        ]
+        window, offset = fit_to_bucket(
+            image.pixels, sample.bucket.resolution, self.crop_mode, seed, self.resize_mode
+        )
+        return [Crop(window, offset, damage=image.damage)]

@@ -8,18 +8,42 @@ Pillow decodes everything else.
 from __future__ import annotations
 
 import io
-from pathlib import Path
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import simplejpeg
 import torch
-from PIL import Image, ImageCms, UnidentifiedImageError
+from PIL import Image
 
 from latentry.crops import Seed, choose_window
 from latentry.errors import MediaError
-from latentry.media.jpeg_header import parse_jpeg_header, read_jpeg_header
-from latentry.media.pillow import check_num_pixels, open_with_pillow
+from latentry.media.colour import apply_profile, to_srgb
+from latentry.media.formats.bitmap import decode_masked_bitmap
+from latentry.media.formats.content_type import PREFIX_BYTES
+from latentry.media.formats.deep import decode_deep
+from latentry.media.formats.extra_formats import decode_heic, decode_jxl
+from latentry.media.formats.header import HdrFormat, ImageHeader, buffer_reader
+from latentry.media.formats.jpeg import (
+    END_MARKER,
+    decode_leniently,
+    decode_strictly,
+    hidden_damage,
+    jpeg_damage,
+    read_profile,
+)
+from latentry.media.formats.jpeg_header import parse_jpeg_header
+from latentry.media.formats.png import clean_png
+from latentry.media.formats.webp import clean_webp
+from latentry.media.hdr import tone_map
+from latentry.media.image_header import (
+    HEADER_READERS,
+    check_hdr,
+    failure_reason,
+    pillow_orientation,
+    require_image,
+)
+from latentry.media.pillow import check_num_pixels, load_with_pillow, open_with_pillow
 
 Pixels = npt.NDArray[np.uint8]
 """uint8 [H,W,3], RGB."""
@@ -33,72 +57,149 @@ _PILLOW_FILTERS = {
     "area": Image.Resampling.BOX,
     "lanczos": Image.Resampling.LANCZOS,
 }
-_ORIENTATION_TAG = 0x0112
 _MAX_SCALED_RATIO = 6
 """Scale the whole image only if the result has at most this many times the pixels of the window that is kept."""
 
 
-def probe_image(path: Path) -> tuple[int, int]:
-    """(width, height) of an image as it is shown, from its header.
+@dataclass(frozen=True, slots=True)
+class DecodedImage:
+    """The pixels of an image, as a viewer shows them."""
 
-    Raises:
-        MediaError: The file cannot be read, is not an image, or is too large.
-    """
-    try:
-        header = read_jpeg_header(path)
-        if header is not None:
-            width, height, orientation = header[:3]
-        else:
-            with open(path, "rb") as file, open_with_pillow(file, str(path)) as image:
-                width, height = image.size
-                orientation = image.getexif().get(_ORIENTATION_TAG, 1)
-        check_num_pixels(width, height)
-    except MediaError:
-        raise
-    except Exception as error:  # Pillow raises many types of errors for a damaged header
-        raise MediaError(_reason(error)) from None
-    return (height, width) if orientation in (5, 6, 7, 8) else (width, height)
+    pixels: Pixels
+    damage: str | None = None
+    """What is wrong with the file, if the pixels may be wrong, such as ``premature end of data segment``."""
 
 
-def decode_image(content: bytes) -> Pixels:
+def decode_image(content: bytes, hdr: str = "tonemap") -> DecodedImage:
     """Decode an image from the bytes of its file: upright, in sRGB, with transparent parts on white.
 
+    Args:
+        content: The bytes of the file.
+        hdr: One of ``HDR_MODES``. With ``skip``, HDR images are refused.
+
     Raises:
-        MediaError: The bytes are not an image, or a damaged or too large one.
+        MediaError: The bytes are not an image, or one that is too large or cannot be decoded at all.
     """
-    pixels = _decode_plain_jpeg(content)
-    if pixels is not None:
-        return pixels
     try:
-        with open_with_pillow(io.BytesIO(content)) as image:
-            orientation = image.getexif().get(_ORIENTATION_TAG, 1)
-            image.seek(0)
-            pixels = np.array(_to_srgb(image))
+        return _decode_plain_jpeg(content) or _decode(content, hdr)
     except MediaError:
         raise
     except Exception as error:  # Pillow raises many types of errors for damaged data
-        raise MediaError(_reason(error)) from None
-    return _upright(pixels, orientation)
+        raise MediaError(failure_reason(error, content[:PREFIX_BYTES])) from None
 
 
-def _decode_plain_jpeg(content: bytes) -> Pixels | None:
-    """Decode a grey or colour JPEG without a profile; None if Pillow has to do it."""
+def _decode_plain_jpeg(content: bytes) -> DecodedImage | None:
+    """Decode a grey or colour JPEG; None if Pillow has to do it."""
     header = parse_jpeg_header(content)
-    if header is None or header.num_components not in (1, 3) or header.has_profile:
+    if header is None or header.num_components not in (1, 3):
         return None
     check_num_pixels(header.width, header.height)
+    profile = read_profile(content) if header.has_profile else None
+    colorspace = "GRAY" if profile and header.num_components == 1 else "RGB"
+    pixels = decode_strictly(content, colorspace)
+    if pixels is not None:
+        damage = hidden_damage(content, header)
+    else:
+        pixels = decode_leniently(content, colorspace)
+        if pixels is None:
+            return None
+        damage = jpeg_damage(content) or hidden_damage(content, header)
+    if profile:
+        grey = colorspace == "GRAY"
+        image = Image.fromarray(pixels[..., 0] if grey else pixels)
+        pixels = np.array(apply_profile(image, profile).convert("RGB"))
+    return DecodedImage(_upright(pixels, header.orientation), damage)
+
+
+def _decode(content: bytes, hdr: str) -> DecodedImage:
+    """Decode any image but a plain JPEG."""
+    image_type = require_image(content[:PREFIX_BYTES])
+    reader = HEADER_READERS.get(image_type or "")
+    header = reader(buffer_reader(content)) if reader else None
+    if header is not None:
+        check_num_pixels(header.width, header.height)
+        check_hdr(header, hdr)
+    if image_type == "PNG" and header is not None:
+        return _decode_png(content)
+    if image_type in ("HEIC", "JPEG XL"):
+        return DecodedImage(_decode_extra(content, image_type, header))
+    profile = None
+    if image_type == "WebP" and (webp := clean_webp(content)) is not None:
+        content, profile = webp.content, webp.profile
+    if image_type == "AVIF" and header is not None and header.hdr is not None:
+        return DecodedImage(_upright(_tone_mapped(content, "AVIF", header.hdr), header.orientation))
     try:
-        return _upright(simplejpeg.decode_jpeg(content, colorspace="RGB"), header.orientation)
-    except Exception:  # Pillow accepts some damaged files; if it does not, it gives the reason
-        return None
+        image, damage = load_with_pillow(content)
+        if image_type == "JPEG":
+            pillow_damage, damage = damage, jpeg_damage(content, otherwise=damage)
+            if pillow_damage and damage is None:
+                image, _ = load_with_pillow(content + END_MARKER)
+    except OSError:
+        masked = decode_masked_bitmap(content) if image_type == "BMP" else None
+        if masked is None:
+            raise
+        image, damage = Image.fromarray(masked), None
+    with image:
+        orientation = header.orientation if header is not None else pillow_orientation(image)
+        pixels = np.array(to_srgb(image, profile or image.info.get("icc_profile")))
+    return DecodedImage(_upright(pixels, orientation), damage)
 
 
-def _reason(error: Exception) -> str:
-    if isinstance(error, UnidentifiedImageError):
-        return "is not an image, or its format is unknown"
-    if isinstance(error, OSError) and error.strerror:
-        return f"cannot be read: {error.strerror}"
-    return f"cannot be decoded: {str(error) or type(error).__name__}".replace("\n", " ")
+def _decode_png(content: bytes) -> DecodedImage:
+    png = clean_png(content)
+    assert png is not None, "its header was read"
+    if png.header.hdr is not None and png.bit_depth == 16 and png.damage is None:
+        return DecodedImage(
+            _upright(_tone_mapped(png.content, "PNG", png.header.hdr), png.header.orientation)
+        )
+    image, damage = load_with_pillow(png.content)
+    with image:
+        if png.header.hdr is None:
+            pixels = np.array(to_srgb(image, png.profile))
+        else:
+            pixels = _on_white(_code_values(image), png.header.hdr)
+    return DecodedImage(_upright(pixels, png.header.orientation), png.damage or damage)
+
+
+def _decode_extra(content: bytes, image_type: str, header: ImageHeader | None) -> Pixels:
+    """Decode HEIC and JPEG XL, whose decoders turn images themselves."""
+    found_hdr = header.hdr if header is not None else None
+    found = decode_heic(content, deep=found_hdr is not None) if image_type == "HEIC" else decode_jxl(content)
+    if found.jpeg is not None:
+        return decode_image(found.jpeg).pixels
+    if found_hdr is None and found.image is not None:
+        return np.array(to_srgb(found.image, found.profile))
+    assert found_hdr is not None, "deep pixels were asked for because of it"
+    if found.deep is not None:
+        return _on_white(found.deep, found_hdr)
+    assert found.image is not None
+    return _on_white(_code_values(found.image), found_hdr)
+
+
+def _tone_mapped(content: bytes, image_type: str, hdr: HdrFormat) -> Pixels:
+    """An HDR image as stored, with all its bits if FFmpeg can decode it, else with the 8 that Pillow gives."""
+    values = decode_deep(content, image_type)
+    if values is None:
+        with open_with_pillow(io.BytesIO(content)) as image:
+            values = _code_values(image)
+    return _on_white(values, hdr)
+
+
+def _code_values(image: Image.Image) -> npt.NDArray[np.floating[Any]]:
+    """Code values from 0 to 1, [H,W,4] with opacity, of an image with 8 bits."""
+    values: npt.NDArray[np.floating[Any]] = np.asarray(image.convert("RGBA")).astype(np.float32) / np.float32(
+        255
+    )
+    return values
+
+
+def _on_white(values: npt.NDArray[np.floating[Any]], hdr: HdrFormat) -> Pixels:
+    """Tone-map code values [H,W,3] or [H,W,4] and flatten transparency onto white."""
+    pixels: Pixels = tone_map(values[..., :3], *hdr)
+    if values.shape[-1] == 4 and values[..., 3].min(initial=1) < 1:
+        opacity = values[..., 3:]
+        pixels = np.asarray(pixels * opacity + 255 * (1 - opacity) + 0.5).astype(np.uint8)
+    return pixels
 
 
 def _upright(pixels: Pixels, orientation: int) -> Pixels:
@@ -110,58 +211,6 @@ def _upright(pixels: Pixels, orientation: int) -> Pixels:
     if orientation in (3, 4, 7, 8):
         pixels = pixels[::-1]
     return np.ascontiguousarray(pixels)
-
-
-def _to_srgb(image: Image.Image) -> Image.Image:
-    """Convert any mode to RGB: apply the embedded profile, then flatten transparency onto white."""
-    profile = image.info.get("icc_profile")
-    if image.mode.startswith("I;16") or image.mode in ("I", "F"):
-        transparent_value = image.info.get("transparency")
-        values = np.asarray(image)
-        image = _to_eight_bits(image)
-        profile = None
-        if isinstance(transparent_value, int):
-            opacity = Image.fromarray(np.where(values == transparent_value, 0, 255).astype(np.uint8))
-            image = Image.merge("LA", [image, opacity])
-    if image.mode in ("P", "PA") or (image.mode in ("1", "L", "RGB") and "transparency" in image.info):
-        image = image.convert("RGBA")
-    alpha = image.getchannel("A") if image.mode in ("LA", "La", "RGBA", "RGBa") else None
-    if image.mode in ("La", "RGBa"):
-        image = image.convert(image.mode.upper())
-    if alpha is not None:
-        image = image.convert("RGB" if image.mode == "RGBA" else "L")
-    if profile:
-        image = _apply_profile(image, profile)
-    image = image.convert("RGB")
-    if alpha is not None:
-        white = Image.new("RGB", image.size, "white")
-        white.paste(image, mask=alpha)
-        return white
-    return image
-
-
-def _to_eight_bits(image: Image.Image) -> Image.Image:
-    """Map 16-bit values, 32-bit integers and floats to 0..255. Floats may range to 1, to 255 or to 65535."""
-    values = np.asarray(image).astype(np.float64)
-    if image.mode != "F" or values.max(initial=0) > 1:
-        values = values / (65535 if image.mode != "F" or values.max(initial=0) > 255 else 255)
-    return Image.fromarray((values.clip(0, 1) * 255 + 0.5).astype(np.uint8))
-
-
-def _apply_profile(image: Image.Image, profile: bytes) -> Image.Image:
-    """Convert from the embedded colour profile to sRGB. An unusable profile is ignored, as viewers do."""
-    try:
-        source = ImageCms.ImageCmsProfile(io.BytesIO(profile))
-        converted = ImageCms.profileToProfile(
-            image,
-            source,
-            ImageCms.createProfile("sRGB"),
-            outputMode="RGB",
-            renderingIntent=ImageCms.Intent.PERCEPTUAL,
-        )
-    except (ImageCms.PyCMSError, OSError):
-        return image
-    return image if converted is None else converted
 
 
 def _scale(image: torch.Tensor, size: tuple[int, int], resize_mode: str) -> torch.Tensor:

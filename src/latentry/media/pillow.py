@@ -10,17 +10,22 @@ from __future__ import annotations
 
 import functools
 import inspect
+import io
 import struct
 from collections.abc import Callable
 from types import FunctionType
 from typing import IO, Any
 
-from PIL import Image, UnidentifiedImageError
+from PIL import Image, ImageFile, UnidentifiedImageError
 
 from latentry.errors import MediaError
 
 MAX_PIXELS = 1 << 29
 """Half a gigapixel. A larger image is treated as a decompression bomb."""
+FORMATS = ("JPEG", "MPO", "PNG", "WEBP", "GIF", "BMP", "TIFF", "AVIF", "PPM", "JPEG2000")
+"""The plugins that are used, in this order. Others are slow, start other programs or read what nobody trains on."""
+_NO_PARTS = ("WEBP", "AVIF")
+"""The formats whose decoders give all pixels or none. libtiff is the third."""
 _PILLOW_CHECK = "_decompression_bomb_check"
 
 
@@ -43,12 +48,12 @@ def open_with_pillow(file: IO[bytes], name: str = "") -> Image.Image:
     """
     file.seek(0)
     prefix = file.read(16)
-    tried: set[str] = set()
     unsupported = None
     for load_plugins in (Image.preinit, Image.init):  # the common formats first: loading all of them is slow
         load_plugins()
-        for format_name in [name for name in Image.ID if name not in tried]:
-            tried.add(format_name)
+        for format_name in FORMATS:
+            if format_name not in Image.OPEN:
+                continue
             opener, accepts = Image.OPEN[format_name]
             try:
                 accepted = accepts is None or accepts(prefix)
@@ -61,9 +66,47 @@ def open_with_pillow(file: IO[bytes], name: str = "") -> Image.Image:
                     return image
             except (SyntaxError, IndexError, TypeError, struct.error):
                 continue  # how plugins say that a file is not theirs
+        if all(format_name in Image.OPEN for format_name in FORMATS):
+            break
     if unsupported is not None:
         raise ValueError(unsupported)
     raise UnidentifiedImageError("no plugin accepts the file")
+
+
+def load_with_pillow(content: bytes) -> tuple[Image.Image, str | None]:
+    """Open and decode the first frame of an image; also returns what is wrong with its data, None if nothing.
+
+    Args:
+        content: The bytes of the file.
+
+    Raises:
+        Exception: Nothing can be decoded. Pillow raises many types of errors.
+    """
+    image = open_with_pillow(io.BytesIO(content))
+    try:
+        image.seek(0)
+        image.load()
+        return image, None
+    except (OSError, SyntaxError, ValueError) as error:
+        damage = (str(error) or type(error).__name__).replace("\n", " ")
+        image.close()
+        if getattr(image, "use_load_libtiff", image.format in _NO_PARTS):
+            raise
+    image = open_with_pillow(io.BytesIO(content))
+    assert isinstance(image, ImageFile.ImageFile)
+    _tolerant_load()(image)
+    return image, damage
+
+
+@functools.cache
+def _tolerant_load() -> Callable[[ImageFile.ImageFile], Any]:
+    """``ImageFile.load``, except that it keeps what it decoded before the data ends or an error occurs.
+
+    Pillow has a global switch for that, which would change it for every other thread and library.
+    """
+    load = ImageFile.ImageFile.load
+    scope = {**load.__globals__, "LOAD_TRUNCATED_IMAGES": True}
+    return FunctionType(load.__code__, scope, "load", load.__defaults__, load.__closure__)
 
 
 class _LimitedImageModule:

@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 
 from latentry.media.content import MediaFile
-from latentry.types import PlannedSample
+from latentry.types import PlannedSample, Window
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +26,12 @@ class ProbeResult:
     num_frames: int | None = None
     """Frames per sample; None for images."""
     num_samples: int = 1
+    windows: tuple[Window, ...] = ()
+    """The parts of a video that become samples, if it is not one sample from its beginning. They may have different
+    numbers of frames, so ``num_frames`` is None then."""
+    notes: tuple[str, ...] = ()
+    """What the user should know about how the file is read, such as ``HDR (PQ), tone-mapped to sRGB``. Texts are
+    counted over all inputs, so they name no file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,5 +61,8 @@ class MediaReader(Protocol):
     def load(self, path: Path) -> MediaFile:
         """Read a file once, for its digest and for ``read``."""
 
-    def read(self, file: MediaFile, samples: Sequence[PlannedSample], seed: int) -> list[Crop]:
-        """Decode samples of one file and cut them to their buckets. ``seed`` decides random crops."""
+    def read(self, file: MediaFile, samples: Sequence[PlannedSample], seed: int) -> Sequence[Crop | str]:
+        """Decode samples of one file and cut them to their buckets. ``seed`` decides random crops.
+
+        A text instead of a sample says why this one cannot be decoded.
+        """

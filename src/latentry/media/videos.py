@@ -1,34 +1,34 @@
-"""Videos: which frames a file has, and the pixels of the frames that are wanted.
+"""The pixels of the wanted frames of a video, and whether the decoder complained about them.
 
-A frame is found by its time stamp, not by multiplying its number by a frame rate, because rates vary. First all
-packets are listed, which decodes nothing. Then each wanted frame is decoded from the nearest key frame before it, so
-forty frames of a film cost forty short decodes. Each frame is handed to the caller's function and then dropped, so
-memory does not grow with the length of the file.
+Each wanted frame is decoded from the nearest key frame before it, so forty frames of a film cost forty short decodes.
+Each frame is handed to the caller's function and then dropped, so memory does not grow with the length of the file.
+
+Decoders conceal errors: they repeat or smear what is missing. Four signs tell: the container marks a packet as corrupt,
+the decoder refuses a packet, it marks a frame as concealed, or a frame does not come out at all. What follows a damaged
+frame is predicted from it, so all frames up to the next key frame count as damaged. A damaged file is decoded again in
+one thread to find out which frames are concerned, and leniently for those who want to keep them.
 """
 
 from __future__ import annotations
 
-import io
-from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
-
-import numpy as np
+from typing import Any, Generic, TypeVar
 
 from latentry.errors import MediaError
 from latentry.media.content import MediaFile
+from latentry.media.frame_pixels import hdr_transfer, to_rgb, upright_shape
 from latentry.media.images import Pixels
+from latentry.media.timeline import Timeline, read_timeline
+from latentry.media.video_file import error_text, open_video
 
 T = TypeVar("T")
 
-_BT709, _BT601, _BT2020 = 1, 5, 9  # swscale's numbers of colour matrices
-_MATRIX = {1: _BT709, 4: _BT601, 5: _BT601, 6: _BT601, 7: _BT709, 9: _BT2020, 10: _BT2020}
-_HD_HEIGHT = 720
-_READ_BYTES = 1 << 20
-"""What FFmpeg reads from memory at a time. Each read needs the GIL, so there should be few."""
+_STRICT = "crccheck+bitstream+buffer"
+"""What decoders check. These have no false alarms on good files."""
+_EXPLODE = frozenset({"mjpeg"})
+"""Decoders that notice errors and tell nobody, unless they are told to stop there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,224 +38,231 @@ class VideoInfo:
     width: int
     """As shown, after rotation and in square pixels."""
     height: int
-    num_frames: int
-    last_frame_s: float | None
-    """When the last frame is shown, in seconds after the first; None if the file has no usable time stamps."""
-
-
-@dataclass(frozen=True, slots=True)
-class Timeline:
-    """When the frames of a video are shown, in order, and which of them are key frames."""
-
-    stamps: tuple[int, ...]
-    """One per frame, in units of ``seconds_per_unit``; empty if time stamps are missing or repeated."""
-    key_stamps: tuple[int, ...]
-    """The time stamps of the key frames, from which decoding can start."""
-    seconds_per_unit: float
-    num_packets: int
+    timeline: Timeline
+    hdr: str | None
+    """``pq`` or ``hlg``; None for SDR."""
 
     @property
     def num_frames(self) -> int:
-        return len(self.stamps) or self.num_packets
+        return self.timeline.num_frames
 
-    def time_s(self, frame: int) -> float:
-        """When this frame is shown, in seconds after the first."""
-        return (self.stamps[frame] - self.stamps[0]) * self.seconds_per_unit
+
+@dataclass(slots=True)
+class Frames(Generic[T]):
+    """Decoded frames by their numbers, and what is wrong with some of them."""
+
+    kept: dict[int, T] = field(default_factory=dict)
+    """What the caller keeps of each frame. Frames that cannot be decoded are missing."""
+    damage: dict[int, str] = field(default_factory=dict)
+    """Why a frame may be wrong, or is missing."""
+    num_problems: int = 0
+    """How often the decoder complained on the way to the frames."""
+
+    def in_order(self, numbers: Sequence[int]) -> list[T]:
+        """The frames of these numbers, which may repeat. Raises a ``MediaError`` if one is missing."""
+        for number in numbers:
+            if number not in self.kept:
+                raise MediaError(f"is damaged or truncated: {self.damage[number]}")
+        return [self.kept[number] for number in numbers]
 
 
 def probe_video(path: Path) -> VideoInfo:
-    """Size, number of frames and length of a video: decodes one frame and lists the packets.
-
-    The frame count of the header is not used: fragments, edit lists and truncated files all make it wrong.
-    """
-    with _opened(path) as (container, stream):
-        frame = next(container.decode(stream), None)
+    """Size, frames and transfer function of a video: decodes one frame and lists the packets."""
+    with open_video(path) as (container, stream):
+        frame = next((event.frame for event in _decoded(container, stream) if event.frame is not None), None)
         if frame is None:
             raise MediaError("has no frame that can be decoded")
-        height, width = _upright_shape(frame, _shown_width(frame, stream))
-    timeline = read_timeline(path)
-    last_s = timeline.time_s(timeline.num_frames - 1) if timeline.stamps else None
-    return VideoInfo(width, height, timeline.num_frames, last_s)
-
-
-def read_timeline(source: Path | MediaFile) -> Timeline:
-    """List the packets of the video stream, decoding nothing."""
-    stamps: list[int | None] = []
-    keys: list[int] = []
-    with _opened(source) as (container, stream):
-        for packet in container.demux(stream):
-            if packet.size == 0:
-                continue
-            if packet.is_keyframe and packet.pts is not None:
-                keys.append(packet.pts)
-            if not packet.is_discard:  # packets before the start of an edit list are decoded but not shown
-                stamps.append(packet.pts)
-        unit = float(stream.time_base)
-    known = sorted(stamp for stamp in stamps if stamp is not None)
-    if len(known) != len(stamps) or len(set(known)) != len(known) or not keys:
-        known = []
-    return Timeline(tuple(known), tuple(sorted(keys)), unit, len(stamps))
+        height, width = upright_shape(frame, stream)
+        hdr = hdr_transfer(frame)
+    return VideoInfo(width, height, read_timeline(path), hdr)
 
 
 def read_frames(
     source: Path | MediaFile, timeline: Timeline, wanted: Sequence[int], keep: Callable[[Pixels], T]
-) -> list[T]:
-    """Decode some frames and return ``keep(frame)`` for each, in the order of ``wanted``.
+) -> Frames[T]:
+    """Decode some frames.
+
+    >>> frames = read_frames(path, read_timeline(path), [0, 40, 80], lambda pixels: pixels[::8, ::8].copy())
+    >>> frames.in_order([0, 40, 80]), frames.damage
 
     Args:
         source: The video.
         timeline: What ``read_timeline`` returned for it.
         wanted: Frame numbers, in any order. They may repeat.
-        keep: Called once per distinct frame. What it returns stays in memory; the frame does not.
+        keep: Called once per distinct frame, or again if the file is damaged. What it returns stays in memory; the
+            frame does not.
 
     Frames are decoded from the key frames before them, or from the beginning where time stamps are unusable.
     """
-    if not wanted:
-        return []
     numbers = sorted(set(wanted))
-    found: dict[int, T] = {}
+    if not numbers:
+        return Frames()
     if timeline.stamps:
-        found = _by_stamp(source, timeline, numbers, keep)
-    if len(found) < len(numbers):
-        found = _by_counting(source, numbers, keep)
-    missing = [number for number in numbers if number not in found]
-    if missing:
-        raise MediaError(
-            f"has {timeline.num_frames} frames, but frame {missing[0]} cannot be decoded: "
-            "the file is damaged or truncated"
-        )
-    return [found[number] for number in wanted]
+        frames = _by_stamp(source, timeline, numbers, keep)
+        if frames.num_problems:  # which frames are concerned?
+            frames = _by_stamp(source, timeline, numbers, keep, one_thread=True)
+            if len(frames.kept) < len(numbers):
+                lenient = _by_stamp(source, timeline, numbers, keep, one_thread=True, lenient=True)
+                frames = Frames(lenient.kept, lenient.damage | frames.damage)
+            return _with_missing(frames, numbers)
+        if len(frames.kept) == len(numbers):
+            return frames
+    frames = _by_counting(source, numbers, keep)
+    if frames.num_problems:
+        frames = _by_counting(source, numbers, keep, one_thread=True)
+        if len(frames.kept) < len(numbers):
+            lenient = _by_counting(source, numbers, keep, one_thread=True, lenient=True)
+            frames = Frames(lenient.kept, lenient.damage | frames.damage)
+    return _with_missing(frames, numbers)
+
+
+def _with_missing(frames: Frames[T], numbers: Sequence[int]) -> Frames[T]:
+    for number in numbers:
+        if number not in frames.kept:
+            frames.damage[number] = f"frame {number} cannot be decoded"
+    return frames
 
 
 def _by_stamp(
-    source: Path | MediaFile, timeline: Timeline, numbers: Sequence[int], keep: Callable[[Pixels], T]
-) -> dict[int, T]:
-    """Seek to the frames by time stamp. Empty if a frame does not have the time stamp that its packet states."""
-    found: dict[int, T] = {}
+    source: Path | MediaFile,
+    timeline: Timeline,
+    numbers: Sequence[int],
+    keep: Callable[[Pixels], T],
+    *,
+    one_thread: bool = False,
+    lenient: bool = False,
+) -> Frames[T]:
+    """Seek to the frames by time stamp. Frames that do not have the time stamp of their packet are missing."""
+    frames: Frames[T] = Frames()
     number_at = {timeline.stamps[number]: number for number in numbers}
-    with _opened(source) as (container, stream):
-        frames: Iterator[Any] = iter(())
-        position = None
-        for number in numbers:
-            if number in found:
-                continue
-            stamp = timeline.stamps[number]
-            key_index = bisect_right(timeline.key_stamps, stamp) - 1
-            key = timeline.key_stamps[max(0, key_index)]
-            if position is None or key > position:
-                container.seek(key, stream=stream, backward=True, any_frame=False)
-                frames = container.decode(stream)
-            for frame in frames:
-                position = frame.pts
-                if position in number_at and number_at[position] not in found:
-                    found[number_at[position]] = keep(_to_rgb(frame, stream))
+    damaged: list[tuple[int, float, str]] = [
+        (stamp + 1, timeline.key_after(stamp), "the file has lost packets") for stamp in timeline.lost_after
+    ]
+    with open_video(source) as (container, stream):
+        _set_up(stream, one_thread=one_thread, lenient=lenient)
+        events: Iterator[_Event] = iter(())
+        position: int | None = None
+        sought = timeline.key_stamps[0]
+
+        def decode_until(stamp: int) -> int | None:
+            """Decode up to a frame, keep what is wanted, and return the first time stamp that came out."""
+            nonlocal position
+            first = None
+            for event in events:
+                if event.problem is not None:
+                    at = event.stamp if event.stamp is not None else max(sought, position or sought)
+                    # Frames before the key frame in time but after it in the file refer to what was not decoded.
+                    if at >= sought:
+                        frames.num_problems += 1
+                        damaged.append((at, timeline.key_after(at), event.problem))
+                if event.frame is None:
+                    continue
+                position = event.frame.pts
+                first = position if first is None else first
+                if position in number_at and number_at[position] not in frames.kept:
+                    frames.kept[number_at[position]] = keep(to_rgb(event.frame, stream))
                 if position is None or position >= stamp:
                     break
-            if number not in found:
-                return {}
-    return found
+            return first
+
+        for number in numbers:
+            if number in frames.kept:
+                continue
+            stamp = timeline.stamps[number]
+            key, target = timeline.key_before(stamp)
+            if position is not None and key <= position:
+                decode_until(stamp)
+                continue
+            sought = key
+            container.seek(target, stream=stream, backward=True, any_frame=False)
+            events = _decoded(container, stream)
+            first = decode_until(stamp)
+            if first is not None and first > key > timeline.key_stamps[0]:
+                # Some formats have no index, and seeking goes too far.
+                sought, target = timeline.key_before(key - 1)
+                container.seek(target, stream=stream, backward=True, any_frame=False)
+                events = _decoded(container, stream)
+                decode_until(stamp)
+    for stamp, number in number_at.items():
+        for start, end, problem in damaged:
+            if start <= stamp < end:
+                frames.damage.setdefault(number, f"{problem} at frame {number}")
+    return frames
 
 
 def _by_counting(
-    source: Path | MediaFile, numbers: Sequence[int], keep: Callable[[Pixels], T]
-) -> dict[int, T]:
-    """Decode from the beginning and count. Has the frames before the first damaged one."""
+    source: Path | MediaFile,
+    numbers: Sequence[int],
+    keep: Callable[[Pixels], T],
+    *,
+    one_thread: bool = False,
+    lenient: bool = False,
+) -> Frames[T]:
+    """Decode from the beginning and count. Has the frames before the first that the decoder refuses."""
     wanted, last = set(numbers), max(numbers)
-    found: dict[int, T] = {}
-    with _opened(source) as (container, stream):
+    frames: Frames[T] = Frames()
+    number, problem = 0, None
+    with open_video(source) as (container, stream):
+        _set_up(stream, one_thread=one_thread, lenient=lenient)
+        for event in _decoded(container, stream):
+            frames.num_problems += event.problem is not None
+            problem = problem or event.problem
+            if event.frame is None:
+                if lenient:
+                    continue
+                break  # a frame is lost, so the numbers of those that follow are unknown
+            if event.frame.key_frame:
+                problem = event.problem
+            if number in wanted:
+                frames.kept[number] = keep(to_rgb(event.frame, stream))
+                if problem:
+                    frames.damage[number] = f"{problem} at frame {number}"
+            number += 1
+            if number > last:
+                break
+    return frames
+
+
+@dataclass(frozen=True, slots=True)
+class _Event:
+    """A frame, a complaint, or both."""
+
+    frame: Any | None
+    stamp: int | None
+    problem: str | None = None
+
+
+def _decoded(container: Any, stream: Any) -> Iterator[_Event]:
+    """Decode from here to the end, and go on after errors."""
+    import av
+
+    packets = container.demux(stream)
+    while True:
         try:
-            for number, frame in enumerate(container.decode(stream)):
-                if number in wanted:
-                    found[number] = keep(_to_rgb(frame, stream))
-                if number >= last:
-                    break
-        except MediaError:
-            raise
-        except Exception:  # damaged from here on; the caller reports the frames that are missing
-            return found
-    return found
+            packet = next(packets, None)
+        except (av.error.FFmpegError, EOFError) as error:
+            yield _Event(None, None, f"the file breaks off ({error_text(error)})")
+            return
+        if packet is None:
+            return
+        if packet.size and packet.is_corrupt:
+            yield _Event(None, packet.pts, "the container marks a packet as corrupt")
+        try:
+            frames = packet.decode()
+        except EOFError:
+            return
+        except av.error.FFmpegError as error:
+            yield _Event(None, packet.pts, f"the decoder refuses a packet ({error_text(error)})")
+            continue
+        for frame in frames:
+            concealed = "the decoder conceals errors" if frame.is_corrupt else None
+            yield _Event(frame, frame.pts, concealed)
 
 
-class _NamedBytes(io.BytesIO):
-    """Bytes with a file name, whose extension helps FFmpeg to recognise the format."""
-
-    def __init__(self, content: bytes, name: str) -> None:
-        super().__init__(content)
-        self.name = name
-
-
-@contextmanager
-def _opened(source: Path | MediaFile) -> Iterator[tuple[Any, Any]]:
-    """The container and its video stream. Errors inside the block become a ``MediaError``."""
-    import av
-
-    file: str | _NamedBytes
-    if isinstance(source, Path):
-        file = str(source)
-    elif source.content is None:
-        file = str(source.path)
-    else:
-        file = _NamedBytes(source.content, str(source.path))
-    try:
-        with av.open(file, buffer_size=_READ_BYTES) as container:
-            streams = [s for s in container.streams.video if not _is_cover(s)]
-            if not streams:
-                raise MediaError("has no video stream")
-            streams[0].thread_type = "AUTO"
-            yield container, streams[0]
-    except MediaError:
-        raise
-    except (av.error.FFmpegError, OSError, ValueError, EOFError) as error:
-        reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
-        raise MediaError(f"cannot be decoded: {reason}".replace("\n", " ")) from None
-
-
-def _is_cover(stream: Any) -> bool:
-    """Whether the stream is a still image, such as a film's cover."""
-    import av
-
-    return bool(stream.disposition & av.stream.Disposition.attached_pic)
-
-
-# ---- pixels ---------------------------------------------------------------------------------
-
-
-def _shown_width(frame: Any, stream: Any) -> int:
-    """The width in square pixels: some videos store pixels that are not square."""
-    shape = stream.sample_aspect_ratio
-    return max(1, round(frame.width * float(shape))) if shape else int(frame.width)
-
-
-def _upright_shape(frame: Any, width: int) -> tuple[int, int]:
-    """(height, width) after rotation."""
-    turned = round(frame.rotation / 90) % 2 == 1
-    return (width, frame.height) if turned else (frame.height, width)
-
-
-def _to_rgb(frame: Any, stream: Any) -> Pixels:
-    """8-bit RGB in square pixels, upright and deinterlaced, using the frame's own colour matrix and range."""
-    matrix = _MATRIX.get(int(frame.colorspace), _BT709 if frame.height >= _HD_HEIGHT else _BT601)
-    full_range = int(frame.color_range) == 2 or frame.format.name.startswith("yuvj")
-    rgb = frame.reformat(
-        format="rgb24",
-        width=_shown_width(frame, stream),
-        height=frame.height,
-        src_colorspace=matrix,
-        dst_colorspace=matrix,
-        src_color_range=2 if full_range else 1,
-        dst_color_range=2,
-    )
-    pixels: Pixels = rgb.to_ndarray()
-    if frame.interlaced_frame:
-        pixels = _deinterlaced(pixels)
-    upright: Pixels = np.ascontiguousarray(np.rot90(pixels, k=round(frame.rotation / 90) % 4))
-    return upright
-
-
-def _deinterlaced(pixels: Pixels) -> Pixels:
-    """Keep the even lines, which are one field, and replace the others by the mean of their neighbours."""
-    kept = pixels[::2].astype(np.uint16)
-    below = np.concatenate([kept[1:], kept[-1:]])
-    filled: Pixels = pixels.copy()
-    filled[1::2] = ((kept + below + 1) // 2)[: len(filled[1::2])].astype(np.uint8)
-    return filled
+def _set_up(stream: Any, *, one_thread: bool, lenient: bool) -> None:
+    context = stream.codec_context
+    if one_thread:
+        stream.thread_type, stream.thread_count = "NONE", 1
+    if not lenient:
+        explode = "+explode" if context.name in _EXPLODE else ""
+        context.options = {"err_detect": _STRICT + explode}

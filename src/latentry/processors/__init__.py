@@ -13,25 +13,51 @@ from typing import Any
 from latentry.errors import ConfigError
 from latentry.processors.base import Fields, Processor, StackedFields
 
-__all__ = ["PROCESSORS", "Fields", "Processor", "StackedFields", "processor_class"]
+__all__ = [
+    "ALIASES",
+    "PROCESSORS",
+    "Fields",
+    "Processor",
+    "StackedFields",
+    "canonical_name",
+    "processor_class",
+]
 
 PROCESSORS: dict[str, str] = {
     "tiny": "latentry.processors.tiny:TinyProcessor",
     "flux": "latentry.processors.flux:FluxProcessor",
     "wan": "latentry.processors.wan:WanProcessor",
+    "wan2.2": "latentry.processors.wan:Wan22Processor",
     "hunyuan": "latentry.processors.hunyuan:HunyuanProcessor",
 }
+
+ALIASES: dict[str, str] = {
+    "wan2.1": "wan",
+    "hunyuanvideo": "hunyuan",
+    "hunyuanvideo-1.5": "hunyuan",
+}
+"""Other names of processors. A recipe replaces them, so that caches record one name only."""
+
+
+def canonical_name(name: str) -> str:
+    """The processor's name in ``PROCESSORS``: ``canonical_name("wan2.1")`` is ``"wan"``.
+
+    Args:
+        name: A name or an alias. A name that is not known is returned as it is.
+    """
+    return ALIASES.get(name, name)
 
 
 def processor_class(name: str) -> type[Processor]:
     """Import a processor by its name: ``processor_class("flux")(model_name, device, dtype)``.
 
     Args:
-        name: A key of ``PROCESSORS``.
+        name: A key of ``PROCESSORS``, or an alias of one.
     """
-    if name not in PROCESSORS:
+    found_name = canonical_name(name)
+    if found_name not in PROCESSORS:
         raise ConfigError(f"unknown processor {name!r}; choose one of {', '.join(PROCESSORS)}")
-    module, _, attribute = PROCESSORS[name].partition(":")
+    module, _, attribute = PROCESSORS[found_name].partition(":")
     found: type[Processor] = getattr(importlib.import_module(module), attribute)
     return found
 

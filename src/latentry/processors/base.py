@@ -33,11 +33,12 @@ class Processor(Protocol):
         """
 
     @classmethod
-    def weights_identity(cls, model_name: str) -> str:
+    def weights_identity(cls, model_name: str, *, download: bool = True) -> str:
         """Identify the weights without loading them: other weights have another identity.
 
         Args:
             model_name: As for the constructor.
+            download: Download weights that are not on this machine. Otherwise they are a ``ModelError``.
         """
 
     def encode_pixels(self, pixels: torch.Tensor, seeds: list[int] | None) -> torch.Tensor:

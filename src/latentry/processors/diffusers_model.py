@@ -27,11 +27,20 @@ def require_packages(*packages: str) -> None:
         raise ModelError(f"this processor needs {', '.join(missing)}; install with: {_INSTALL}")
 
 
-def model_folder(model_name: str, components: tuple[str, ...], optional: tuple[str, ...] = ()) -> Path:
-    """The folder that holds these components: ``model_name`` if it is a folder, else a download from the hub."""
+def model_folder(
+    model_name: str, components: tuple[str, ...], optional: tuple[str, ...] = (), *, download: bool = True
+) -> Path:
+    """The folder that holds these components: ``model_name`` if it is a folder, else a download from the hub.
+
+    Args:
+        model_name: A folder or a hub name.
+        components: The folders that the model must have.
+        optional: Folders that it may have.
+        download: Ask the hub. Otherwise only what was downloaded before is used.
+    """
     folder = Path(model_name).expanduser()
     if not folder.is_dir():
-        folder = _from_hub(model_name, components + optional)
+        folder = _from_hub(model_name, components + optional, download=download)
     missing = [name for name in components if not (folder / name).is_dir()]
     if missing:
         raise ModelError(
@@ -41,13 +50,13 @@ def model_folder(model_name: str, components: tuple[str, ...], optional: tuple[s
     return folder
 
 
-def _from_hub(model_name: str, components: tuple[str, ...]) -> Path:
+def _from_hub(model_name: str, components: tuple[str, ...], *, download: bool) -> Path:
     require_packages("huggingface_hub")
     from huggingface_hub import snapshot_download
 
     try:
         patterns = ["model_index.json", *(f"{component}/*" for component in components)]
-        return Path(snapshot_download(model_name, allow_patterns=patterns))
+        return Path(snapshot_download(model_name, allow_patterns=patterns, local_files_only=not download))
     except Exception as error:  # the client raises its own classes and those of its HTTP library
         reason = str(error).strip().partition("\n")[0]
         raise ModelError(
@@ -144,8 +153,8 @@ class DiffusersProcessor(ABC):
         """
 
     @classmethod
-    def weights_identity(cls, model_name: str) -> str:
-        folder = model_folder(model_name, cls.components, cls.optional_components)
+    def weights_identity(cls, model_name: str, *, download: bool = True) -> str:
+        folder = model_folder(model_name, cls.components, cls.optional_components, download=download)
         return folder_identity(folder, cls.components + cls.optional_components)
 
     def media_fields(self, pixels: torch.Tensor) -> StackedFields:

@@ -28,6 +28,7 @@ class HunyuanProcessor(DiffusersProcessor):
         spatial_factor=16,
         temporal_factor=4,
         quantum=16,
+        patch=1,
         latent_channels=32,
         version=2,
     )

@@ -5,8 +5,6 @@ It is for trying out and for tests, not for real training. Decoded images are re
 
 from __future__ import annotations
 
-import functools
-import hashlib
 from collections.abc import Callable
 from importlib import resources
 
@@ -20,6 +18,9 @@ from latentry.processors.tiny_text import TinyTextEncoder
 from latentry.types import ProcessorInfo
 
 _ASSET = resources.files("latentry.processors") / "assets" / "tiny_autoencoder.safetensors"
+_ENCODER_IDENTITY = "bdb82c7b6aaf486540227fdeb4e1bee2"
+"""Identifies the encoder in caches: the digest of the first file that contained it. The decoder has no effect on latents,
+so caches stay valid when only the decoder is trained again. A new encoder needs a new value."""
 
 
 class TinyProcessor:
@@ -30,6 +31,7 @@ class TinyProcessor:
         model_type="tiny",
         default_model_name="embedded",
         spatial_factor=DOWNSCALE,
+        patch=1,
         version=2,
     )
 
@@ -46,9 +48,9 @@ class TinyProcessor:
         self._text = TinyTextEncoder()
 
     @classmethod
-    def weights_identity(cls, model_name: str) -> str:
+    def weights_identity(cls, model_name: str, *, download: bool = True) -> str:
         _require_embedded(model_name)
-        return _autoencoder_identity() + TinyTextEncoder.identity()
+        return _ENCODER_IDENTITY + TinyTextEncoder.identity()
 
     @torch.inference_mode()
     def encode_pixels(self, pixels: torch.Tensor, seeds: list[int] | None) -> torch.Tensor:
@@ -95,8 +97,3 @@ def _frame_by_frame(encode: Callable[[torch.Tensor], torch.Tensor], batch: torch
 def _require_embedded(model_name: str) -> None:
     if model_name != TinyProcessor.info.default_model_name:
         raise ConfigError(f"the tiny processor has built-in weights; leave out --model_name {model_name!r}")
-
-
-@functools.cache
-def _autoencoder_identity() -> str:
-    return hashlib.blake2b(_ASSET.read_bytes(), digest_size=16).hexdigest()

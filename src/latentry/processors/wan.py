@@ -1,4 +1,4 @@
-"""Wan 2.1: its causal video VAE and UMT5, as its own pipeline uses them.
+"""Wan 2.1 and 2.2: their causal video VAE and UMT5, as their own pipelines use them.
 
 UMT5 is masked, so nothing depends on the padding. Embeddings are cut to the caption's length and padded with zeros. The
 latents are normalised with the VAE's own mean and standard deviation per channel.
@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from latentry.errors import ModelError
 from latentry.processors.base import StackedFields
 from latentry.processors.diffusers_model import DiffusersProcessor, loading, padded_tokens
 from latentry.processors.fused.self_check import checked_encoder
@@ -60,8 +61,14 @@ class WanProcessor(DiffusersProcessor):
         from transformers import AutoTokenizer, UMT5EncoderModel
 
         with loading(folder):
+            vae = AutoencoderKLWan.from_pretrained(folder, subfolder="vae", torch_dtype=self._dtype)
+            if vae.config.scale_factor_spatial != self.info.spatial_factor:
+                raise ModelError(
+                    f"the VAE in {folder} has {vae.config.scale_factor_spatial} pixels per latent position, but the "
+                    f"processor {self.info.name} is for models with {self.info.spatial_factor}; choose such a model"
+                )
             return (
-                AutoencoderKLWan.from_pretrained(folder, subfolder="vae", torch_dtype=self._dtype),
+                vae,
                 UMT5EncoderModel.from_pretrained(folder, subfolder="text_encoder", dtype=self._dtype),
                 AutoTokenizer.from_pretrained(folder, subfolder="tokenizer"),
             )
@@ -103,3 +110,19 @@ class WanProcessor(DiffusersProcessor):
     def decode_latents(self, latents: torch.Tensor) -> torch.Tensor:
         latents = latents.to(self._device, self._dtype) / self._inverse_std + self._mean
         return unscaled_pixels(self._vae.decode(latents, return_dict=False)[0])
+
+
+class Wan22Processor(WanProcessor):
+    """The large models of Wan 2.2, which kept the VAE and the text encoder of Wan 2.1. Not for its 5B model."""
+
+    info = ProcessorInfo(
+        name="wan2.2",
+        media=("video",),
+        model="Wan 2.2",
+        model_type="wan22",
+        model_version="wan2.2",
+        default_model_name="Wan-AI/Wan2.2-T2V-A14B-Diffusers",
+        spatial_factor=8,
+        temporal_factor=4,
+        quantum=16,
+    )

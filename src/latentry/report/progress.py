@@ -7,12 +7,16 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from datetime import timedelta
 from importlib.util import find_spec
 from typing import Any, Protocol
 
 _LINE_INTERVAL_S = 10.0
+_RATE_WINDOW_S = 30.0
+_MIN_GAP_S = 0.2
 
 
 class ProgressDisplay(Protocol):
@@ -54,15 +58,37 @@ def _show_nothing(
     """The display of a quiet command."""
 
 
-def _per_second(num_done: int, since: float) -> float:
-    return num_done / max(time.monotonic() - since, 1e-9)
+class Rate:
+    """Samples per second over the last half minute. The time before the first sample, start-up, does not count.
+
+    Args:
+        clock: Returns the time in seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._points: deque[tuple[float, int]] = deque()
+
+    def update(self, num_done: int) -> float | None:
+        """The rate after so many samples; None until it is known."""
+        now_s = self._clock()
+        # The samples of a batch are reported in one instant, which is one point.
+        if self._points and now_s - self._points[-1][0] < _MIN_GAP_S:
+            self._points[-1] = (self._points[-1][0], num_done)
+        else:
+            self._points.append((now_s, num_done))
+        while len(self._points) > 2 and now_s - self._points[1][0] >= _RATE_WINDOW_S:
+            self._points.popleft()
+        (first_s, first), (last_s, last) = self._points[0], self._points[-1]
+        return (last - first) / (last_s - first_s) if last_s > first_s else None
 
 
 class _Lines:
     """Prints a line every ten seconds, and one when a phase ends."""
 
     def __init__(self) -> None:
-        self._started_at = self._printed_at = time.monotonic()
+        self._printed_at = time.monotonic()
+        self._rates: defaultdict[str, Rate] = defaultdict(Rate)
 
     def __call__(
         self,
@@ -72,33 +98,34 @@ class _Lines:
         num_failed: int = 0,
         num_by_device: Mapping[str, int] | None = None,
     ) -> None:
+        rate = self._rates[phase].update(num_done)
         now = time.monotonic()
         if num_done < num_total and (phase == "plan" or now - self._printed_at < _LINE_INTERVAL_S):
             return
         self._printed_at = now
-        rate = _per_second(num_done, self._started_at)
         print(
-            f"{phase}: {num_done}/{num_total}, {num_failed} failed, {rate:.1f}/s", file=sys.stderr, flush=True
+            f"{phase}: {num_done}/{num_total}, {_note(num_failed, rate)}",
+            file=sys.stderr,
+            flush=True,
         )
 
 
 class _Bars:
-    """Draws a bar for each phase with its rate, and one for each device if there are several."""
+    """Draws a bar for each phase with its failures, rate and remaining time, and one for each of several devices."""
 
     def __init__(self) -> None:
         from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+        from rich.progress import BarColumn, Progress, TextColumn
 
         self._bars = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
-            MofNCompleteColumn(),
             TextColumn("{task.fields[note]}"),
-            TimeRemainingColumn(),
             console=Console(stderr=True),
         )
-        self._started: dict[str, tuple[Any, float]] = {}
-        """Bar and start time, by the name of a phase or device."""
+        self._tasks: dict[str, Any] = {}
+        """Bar by the name of a phase or device."""
+        self._rates: defaultdict[str, Rate] = defaultdict(Rate)
 
     def __enter__(self) -> _Bars:
         self._bars.start()
@@ -115,14 +142,22 @@ class _Bars:
         num_failed: int = 0,
         num_by_device: Mapping[str, int] | None = None,
     ) -> None:
-        self._update(phase, num_done, num_total, num_failed)
+        rate = self._rates[phase].update(num_done)
+        note = f"{num_done}/{num_total}, {_note(num_failed, rate)}"
+        if rate and num_done < num_total:
+            note += f", {timedelta(seconds=round((num_total - num_done) / rate))} left"
+        self._update(phase, num_done, num_total, note)
         if num_by_device and len(num_by_device) > 1:
             for device, count in num_by_device.items():
-                self._update(device, count, num_total, 0)
+                device_rate = self._rates[device].update(count)
+                shown = str(count) if device_rate is None else f"{count}, {device_rate:.1f}/s"
+                self._update(device, count, num_total, shown)
 
-    def _update(self, name: str, num_done: int, num_total: int, num_failed: int) -> None:
-        if name not in self._started:
-            self._started[name] = (self._bars.add_task(name, total=num_total, note=""), time.monotonic())
-        bar, started_at = self._started[name]
-        note = f"{_per_second(num_done, started_at):.1f}/s" + (f", {num_failed} failed" if num_failed else "")
-        self._bars.update(bar, completed=num_done, note=note)
+    def _update(self, name: str, num_done: int, num_total: int, note: str) -> None:
+        if name not in self._tasks:
+            self._tasks[name] = self._bars.add_task(name, total=num_total, note="")
+        self._bars.update(self._tasks[name], completed=num_done, note=note)
+
+
+def _note(num_failed: int, rate: float | None) -> str:
+    return f"{num_failed} failed" + ("" if rate is None else f", {rate:.1f}/s")

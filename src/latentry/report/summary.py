@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import html
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from latentry.types import Bucket, Failure
+from latentry.types import Bucket, Failure, SizeChange
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -45,12 +45,31 @@ class PrepareResult:
     """Wall-clock time of the whole run, planning included."""
     size_bytes: int
     """The size of the cache on disk; 0 with ``dry_run``."""
+    num_kept: int = 0
+    """Samples that stay in the cache although their input is not part of this run: it is in another folder, or beyond
+    ``max_files``."""
+    items: Mapping[Bucket, int] = field(default_factory=dict)
+    """Items per bucket in an epoch of the finished cache: samples, as often as they are repeated."""
+    size_changes: Mapping[Bucket, SizeChange] = field(default_factory=dict)
+    """The mean upscaling, cropping and stretching of the samples of each bucket, where their original size is known."""
+    warnings: tuple[str, ...] = ()
+    """What to look at before training, such as inputs that are scaled up by more than 2x."""
+    left_out: tuple[Failure, ...] = ()
+    """Inputs that the user's own rules left out, such as a size limit, with the rule for each. They are not
+    failures."""
+    ignored: Mapping[str, int] = field(default_factory=dict)
+    """Files of the input folders that were not taken, by ending, such as ``.heic``; ``(none)`` for files without an
+    ending, and ``(hidden)`` for hidden files and folders."""
+    notes: Mapping[str, int] = field(default_factory=dict)
+    """What the user should know about how inputs were read, with the number of inputs for each text."""
+    unknown: tuple[str, ...] = ()
+    """With ``dry_run``: what the plan could not find out."""
     psnr_db: Mapping[str, tuple[Bucket, float]] = field(default_factory=dict)
     """With ``verify``: sample name to its bucket and PSNR in decibels, for what this run encoded."""
 
     @property
     def exit_status(self) -> int:
-        """0 if every input is in the cache, 2 if some failed."""
+        """0 if every input is in the cache, except those that were left out by rule; 2 if some failed."""
         return 2 if self.failures else 0
 
     @property
@@ -68,6 +87,14 @@ class PrepareResult:
             "removed": self.num_removed,
             "failed": len(self.failures),
             "failures": [{"name": failure.name, "reason": failure.reason} for failure in self.failures],
+            "kept": self.num_kept,
+            "items": {bucket.name: count for bucket, count in self.items.items()},
+            "size_changes": {bucket.name: asdict(change) for bucket, change in self.size_changes.items()},
+            "warnings": list(self.warnings),
+            "left_out": [{"name": failure.name, "reason": failure.reason} for failure in self.left_out],
+            "ignored": dict(self.ignored),
+            "notes": dict(self.notes),
+            "unknown": list(self.unknown),
             "buckets": {bucket.name: count for bucket, count in self.buckets.items()},
             "captions": dict(self.captions),
             "caption_problems": dict(self.caption_problems),

@@ -1,17 +1,15 @@
-"""The functions that build a loader, and loaders described by YAML files."""
+"""The functions that build a loader, and the same as configuration dataclasses for training recipes of other tools."""
 
 from __future__ import annotations
 
-import difflib
-import inspect
 import os
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 
-from latentry.errors import ConfigError
+from latentry.serve.dataloader_build import DiffusionDataloaderBuild
 from latentry.serve.dataset import BaseMultiresolutionDataset, TextToImageDataset, TextToVideoDataset
 from latentry.serve.loader import LatentDataLoader, LoaderConfig
 from latentry.serve.sampler import SequentialBucketSampler
@@ -156,70 +154,135 @@ def _build(
     return LatentDataLoader(dataset, sampler, None, config), sampler
 
 
-_BUILDERS: dict[str, Callable[..., tuple[LatentDataLoader, SequentialBucketSampler]]] = {
-    f"{module}.{builder.__name__}": builder
-    for module in (
-        "latentry",
-        "latentry.loader",
-        "nemo_automodel.components.datasets.diffusion",
-        "nemo_automodel.components.datasets.diffusion.collate_fns",
-    )
-    for builder in (build_text_to_image_multiresolution_dataloader, build_video_multiresolution_dataloader)
-}
-"""The allowed values of ``_target_``. A configuration never causes an import."""
+# ---- configurations -------------------------------------------------------------------------
 
 
-def from_config(
-    config: str | os.PathLike[str] | Mapping[str, Any], **overrides: Any
-) -> tuple[LatentDataLoader, SequentialBucketSampler]:
-    """Build the loader that a YAML file describes. Returns the loader and its sampler.
+def _fields_of(config: Any) -> dict[str, Any]:
+    return {field.name: getattr(config, field.name) for field in fields(config)}
 
-    >>> loader, sampler = from_config("train.yaml", batch_size=4, dp_rank=rank, dp_world_size=world)
 
-    The description is under ``data: dataloader:``, under ``dataloader:`` or at the top. Its ``_target_`` names one of
-    the two builders; all other fields are the builder's parameters.
+@dataclass(frozen=True, slots=True)
+class TextToImageDatasetConfig:
+    """The parameters of a ``TextToImageDataset``."""
 
-    Args:
-        config: The path of a YAML file, or its content as a dictionary.
-        overrides: Parameters that replace those of the description or are added to them.
+    cache_dir: str
+    """The folder of a finished image cache."""
+    train_text_encoder: bool = False
+    """Serve token ids instead of embeddings."""
+
+    def build(self) -> TextToImageDataset:
+        """Build the dataset."""
+        return TextToImageDataset(**_fields_of(self))
+
+
+@dataclass(frozen=True, slots=True)
+class TextToVideoDatasetConfig:
+    """The parameters of a ``TextToVideoDataset``."""
+
+    cache_dir: str
+    """The folder of a finished video cache."""
+    model_type: str = "wan"
+    """The model that is trained. A warning is logged if the cache was made for another one."""
+    device: str = "cpu"
+    """Where the tensors are put."""
+
+    def build(self) -> TextToVideoDataset:
+        """Build the dataset."""
+        return TextToVideoDataset(**_fields_of(self))
+
+
+@dataclass(frozen=True, slots=True)
+class TextToImageDataloaderConfig:
+    """A loader over an image cache, for training recipes that build their loader from a dataclass.
+
+    >>> build = TextToImageDataloaderConfig("cache").build(dp_rank=0, dp_world_size=1, batch_size=8)
+    >>> for batch in build.dataloader: ...
+
+    The fields are the parameters of ``build_text_to_image_multiresolution_dataloader``.
     """
-    if not isinstance(config, (str, os.PathLike, Mapping)):
-        raise ConfigError(f"a configuration is a path or a dictionary, not {config!r}")
-    source = "the configuration" if isinstance(config, Mapping) else str(config)
-    node = _dataloader_node(config if isinstance(config, Mapping) else _read_yaml(Path(config)), source)
-    arguments = {**node, **overrides}
-    target = arguments.pop("_target_", None)
-    if not isinstance(target, str) or target not in _BUILDERS:
-        raise ConfigError(f"{source}: _target_ is {target!r}; allowed are {', '.join(_BUILDERS)}")
-    builder = _BUILDERS[target]
-    known = inspect.signature(builder).parameters
-    for name in arguments:
-        if name not in known:
-            close = difflib.get_close_matches(str(name), known, n=1)
-            hint = f"did you mean {close[0]!r}?" if close else f"choose one of {', '.join(known)}"
-            raise ConfigError(f"{source}: {builder.__name__} has no parameter {name!r}; {hint}")
-    if "cache_dir" not in arguments:
-        raise ConfigError(f"{source}: cache_dir is missing; it must be the folder of a finished cache")
-    return builder(**arguments)
+
+    cache_dir: str
+    """The folder of a finished image cache."""
+    train_text_encoder: bool = False
+    """Serve token ids instead of embeddings."""
+    base_resolution: Sequence[int] = (256, 256)
+    """Width and height that the batch size is meant for."""
+    drop_last: bool = True
+    """Leave out the incomplete batch at the end of each bucket."""
+    shuffle: bool = True
+    """Permute the buckets and the samples of each bucket, differently in every epoch."""
+    dynamic_batch_size: bool = False
+    """Scale batch sizes so that all batches have about the same number of pixels."""
+    num_workers: int = 4
+    """Threads that prefetch batches; 0 reads each batch when it is requested."""
+    pin_memory: bool = True
+    """Read batches into pinned memory; ignored without CUDA."""
+    prefetch_factor: int = 2
+    """Batches that are prefetched per worker thread."""
+    seed: int = 42
+    """Seed of the permutations."""
+    bucket_order: str = "sequential"
+    """``sequential`` finishes a bucket before the next one; ``interleaved`` mixes the buckets."""
+
+    def build(
+        self, *, dp_rank: int | None, dp_world_size: int | None, batch_size: int
+    ) -> DiffusionDataloaderBuild:
+        """Build the loader of one rank.
+
+        Args:
+            dp_rank: This data-parallel rank. None is the rank of ``torch.distributed``, or 0.
+            dp_world_size: The number of data-parallel ranks. None is the world size of ``torch.distributed``, or 1.
+            batch_size: Samples per batch and rank; with ``dynamic_batch_size`` the number at ``base_resolution``.
+        """
+        loader, sampler = build_text_to_image_multiresolution_dataloader(
+            **_fields_of(self), dp_rank=dp_rank, dp_world_size=dp_world_size, batch_size=batch_size
+        )
+        return DiffusionDataloaderBuild(loader, sampler, self.drop_last)
 
 
-def _read_yaml(path: Path) -> Any:
-    import yaml
+@dataclass(frozen=True, slots=True)
+class TextToVideoDataloaderConfig:
+    """A loader over a video cache, for training recipes that build their loader from a dataclass.
 
-    try:
-        with open(path, encoding="utf-8") as file:
-            return yaml.safe_load(file)
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
-        raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
+    The fields are the parameters of ``build_video_multiresolution_dataloader``.
+    """
 
+    cache_dir: str
+    """The folder of a finished video cache."""
+    model_type: str = "wan"
+    """The model that is trained. A warning is logged if the cache was made for another one."""
+    device: str = "cpu"
+    """Where the tensors are put."""
+    base_resolution: Sequence[int] = (512, 512)
+    """Width and height that the batch size is meant for."""
+    drop_last: bool = True
+    """Leave out the incomplete batch at the end of each bucket."""
+    shuffle: bool = True
+    """Permute the buckets and the samples of each bucket, differently in every epoch."""
+    dynamic_batch_size: bool = False
+    """Scale batch sizes so that all batches have about the same number of pixels."""
+    num_workers: int = 2
+    """Threads that prefetch batches; 0 reads each batch when it is requested."""
+    pin_memory: bool = True
+    """Read batches into pinned memory; ignored without CUDA."""
+    prefetch_factor: int = 2
+    """Batches that are prefetched per worker thread."""
+    seed: int = 42
+    """Seed of the permutations."""
+    bucket_order: str = "sequential"
+    """``sequential`` finishes a bucket before the next one; ``interleaved`` mixes the buckets."""
 
-def _dataloader_node(config: Any, source: str) -> Mapping[str, Any]:
-    node = config
-    for key in ("data", "dataloader"):
-        if isinstance(node, Mapping) and "_target_" not in node and key in node:
-            node = node[key]
-    if not isinstance(node, Mapping) or "_target_" not in node:
-        raise ConfigError(f"{source} has no 'data: dataloader:' section with a _target_")
-    return node
+    def build(
+        self, *, dp_rank: int | None, dp_world_size: int | None, batch_size: int
+    ) -> DiffusionDataloaderBuild:
+        """Build the loader of one rank.
+
+        Args:
+            dp_rank: This data-parallel rank. None is the rank of ``torch.distributed``, or 0.
+            dp_world_size: The number of data-parallel ranks. None is the world size of ``torch.distributed``, or 1.
+            batch_size: Samples per batch and rank; with ``dynamic_batch_size`` the number at ``base_resolution``.
+        """
+        loader, sampler = build_video_multiresolution_dataloader(
+            **_fields_of(self), dp_rank=dp_rank, dp_world_size=dp_world_size, batch_size=batch_size
+        )
+        return DiffusionDataloaderBuild(loader, sampler, self.drop_last)

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.utils.data import DataLoader
@@ -23,7 +23,6 @@ from latentry.cache.read.resources import ReadResources
 from latentry.errors import ConfigError, StateError
 from latentry.serve.accelerate_hooks import AccelerateHooks
 from latentry.serve.collate import Batch
-from latentry.serve.dataset import BaseMultiresolutionDataset
 from latentry.serve.progress import EpochIteration
 from latentry.serve.sampler import SequentialBucketSampler
 
@@ -91,6 +90,25 @@ class LoaderConfig:
         return device
 
 
+class ServedDataset(Protocol):
+    """What the loader needs of a dataset.
+
+    Without items of its own, a dataset also has ``read_batch`` and ``collate``, as ``BaseMultiresolutionDataset`` does.
+    """
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether samples are stored in shards, rather than one file per sample."""
+
+    @property
+    def has_own_items(self) -> bool:
+        """Whether batches consist of what ``__getitems__`` returns."""
+
+    def __getitem__(self, index: int, /) -> dict[str, Any]: ...
+    def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Any]]: ...
+    def collate_items(self, items: Sequence[dict[str, Any]]) -> Batch: ...
+
+
 class LatentDataLoader(AccelerateHooks, DataLoader[Any]):
     """Batches of a cache, with a state that counts what the trainer has received.
 
@@ -114,13 +132,14 @@ class LatentDataLoader(AccelerateHooks, DataLoader[Any]):
 
     def __init__(
         self,
-        dataset: BaseMultiresolutionDataset,
+        dataset: ServedDataset,
         sampler: SequentialBucketSampler,
         collate_fn: Callable[[Sequence[Mapping[str, Any]]], Batch] | None,
         config: LoaderConfig,
     ) -> None:
+        sampler.check_for_batches()
         super().__init__(
-            dataset,
+            dataset,  # type: ignore[arg-type]  # PyTorch needs only __getitem__, but asks for its own class
             batch_sampler=sampler,
             collate_fn=dataset.collate_items if collate_fn is None else collate_fn,
         )

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.utils.data import Sampler
 
 from latentry.buckets import MultiTierBucketCalculator
+from latentry.counted import counted
 from latentry.errors import ConfigError
 from latentry.serve.epoch_order import BUCKET_ORDERS, OrderSettings
 from latentry.serve.order import Segment
@@ -23,6 +24,8 @@ from latentry.serve.progress import EpochIteration, EpochProgress
 from latentry.serve.sampler_state import buckets_fingerprint, load_state, save_state
 
 logger = logging.getLogger(__name__)
+
+_NUM_BUCKETS_SHOWN = 5
 
 
 class BucketedDataset(Protocol):
@@ -57,7 +60,7 @@ class SequentialBucketSampler(Sampler[list[int]]):
         base_batch_size: Samples per batch and rank; with ``dynamic_batch_size`` the number at ``base_resolution``.
         base_resolution: Width and height that ``base_batch_size`` is meant for.
         drop_last: Leave out the incomplete batch at the end of each bucket. A warning says once how many samples
-            that is, by bucket.
+            that is, by bucket. A loader raises an error if no batch is left.
         shuffle_buckets: Permute the buckets.
         shuffle_within_bucket: Permute the samples of each bucket.
         dynamic_batch_size: Scale batch sizes so that all batches have about the same number of pixels.
@@ -211,6 +214,23 @@ class SequentialBucketSampler(Sampler[list[int]]):
         """The number of samples that ``drop_last`` leaves out of each bucket, for buckets with any."""
         counts = (self._whole_epoch.left_out(bucket) for bucket in range(len(self._groups)))
         return {key: count for key, count in zip(self.bucket_keys, counts, strict=True) if count}
+
+    def check_for_batches(self) -> None:
+        """Raise a ``ConfigError`` if ``drop_last`` leaves no batch of any bucket. An empty dataset is not an error."""
+        sizes, batch_sizes = self._whole_epoch.sizes, self._whole_epoch.batch_sizes
+        if len(self) or not sum(sizes):
+            return
+        shown = [
+            f"{_bucket_name(key)} has {counted(size, 'sample')} for batches of {batch_size}"
+            for key, size, batch_size in zip(self.bucket_keys, sizes, batch_sizes, strict=True)
+        ]
+        if len(shown) > _NUM_BUCKETS_SHOWN:
+            shown[_NUM_BUCKETS_SHOWN:] = [f"and {counted(len(shown) - _NUM_BUCKETS_SHOWN, 'more bucket')}"]
+        ranks = f" on each of {self.num_replicas} ranks" if self.num_replicas > 1 else ""
+        raise ConfigError(
+            f"an epoch has no batch, because drop_last leaves out incomplete ones: {', '.join(shown)}{ranks}; "
+            "choose a smaller batch size, or drop_last=False"
+        )
 
     def _report_left_out(self) -> None:
         if not (left_out := self.left_out):

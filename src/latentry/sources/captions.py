@@ -68,6 +68,8 @@ class CaptionFinder:
         """How many captions came from each source."""
         self.problems: dict[str, str] = {}
         """Caption file, or file and line, to the reason why it cannot be used."""
+        self.files_read: set[Path] = set()
+        """All files that were read for captions."""
 
     def find(self, name: str) -> Caption:
         """The caption of a file.
@@ -192,6 +194,7 @@ class CaptionFinder:
         return value.strip()
 
     def _read_text(self, file: Path) -> str | None:
+        self.files_read.add(file)
         try:
             return file.read_text(encoding="utf-8-sig")
         except (OSError, UnicodeDecodeError) as error:

@@ -7,9 +7,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from concurrent.futures import Executor, Future
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -42,7 +43,11 @@ class FileWriter:
         self._folder = folder
         self._format = output_format
         self._pool = pool
+        self._stored: list[Row] = []
         self._futures: list[Future[Row]] = []
+
+    def restore(self, rows: Sequence[Row]) -> None:
+        self._stored = list(rows)
 
     def add(self, name: str, row: Row, data: SampleData) -> None:
         self._futures.append(self._pool.submit(self._write, name, row, data))
@@ -71,8 +76,24 @@ class FileWriter:
     def done(self) -> bool:
         return all(future.done() for future in self._futures)
 
+    def store(self) -> PendingRows:
+        return PendingRows(self._stored, tuple(self._futures))
+
     def rows(self) -> list[Row]:
-        return [future.result() for future in self._futures]
+        return self.store().result()
+
+
+class PendingRows(NamedTuple):
+    """The rows of samples whose files are being written."""
+
+    stored: Sequence[Row]
+    futures: Sequence[Future[Row]]
+
+    def done(self) -> bool:
+        return all(future.done() for future in self.futures)
+
+    def result(self) -> list[Row]:
+        return [*self.stored, *(future.result() for future in self.futures)]
 
 
 def cannot_write(path: Path, error: OSError) -> RunError:

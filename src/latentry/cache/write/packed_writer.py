@@ -1,23 +1,31 @@
-"""The shards of one task."""
+"""The shards of one task.
+
+A shard is written when it is full, and a task may take long to fill one. So ``store`` writes what waits for its shard
+to a temporary shard first. A resumed run reads it back and fills the same shards. If the task no longer exists, the
+temporary shards stay: they are shards like any other.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections import Counter, deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, Future
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 import torch
 
 from latentry.cache.format import Row
 from latentry.cache.packed_format import DictForm, PackedEntry, part_of
+from latentry.cache.read.shard_files import OpenShards
 from latentry.cache.write.file_writer import MAX_QUEUED, cannot_write
 from latentry.cache.write.sample_data import SampleData
 from latentry.cache.write.shards import MIN_SHARD_BYTES, TARGET_SHARD_BYTES, ShardRow, write_shard
 
+ResultT = TypeVar("ResultT")
 _NAME_SUFFIXES = ("", *(f"_{number}" for number in range(1, 1000)))
 
 
@@ -29,22 +37,30 @@ class PackedWriter:
         self._folder = folder
         self._stem = stem
         self._single = single
-        self._queued: deque[Future[None]] = deque()
+        self._queued: deque[Future[Any]] = deque()
         self._samples: list[_PackedSample] = []
         self._unwritten: dict[str, list[ShardRow]] = {}
         self._unwritten_bytes: Counter[str] = Counter()
         self._captions: dict[tuple[Any, ...], ShardRow] = {}
         self._num_shards: Counter[str] = Counter()
+        self._temporary_stem = hashlib.blake2b(f"{stem} temporary".encode(), digest_size=16).hexdigest()
+        self._num_temporary_shards = 0
         self._finished = False
+        self._error: BaseException | None = None
+
+    def restore(self, rows: Sequence[Row]) -> None:
+        self._queued.append(self._submit(self._read_back, tuple(rows)))
 
     def add(self, name: str, row: Row, data: SampleData) -> None:
-        # A single thread, so that shards are filled in the order of the samples.
-        self._queued.append(self._single.submit(self._collect, name, row, data))
+        self._queued.append(self._submit(self._collect, name, row, data))
         if len(self._queued) > MAX_QUEUED:
             self._queued.popleft().result()
 
+    def store(self) -> Future[list[Row]]:
+        return self._submit(self._store)
+
     def finish(self) -> None:
-        self._queued.append(self._single.submit(self._write_rest))
+        self._queued.append(self._submit(self._write_rest))
         self._finished = True
 
     def done(self) -> bool:
@@ -55,6 +71,20 @@ class PackedWriter:
             future.result()
         return [sample.row() for sample in self._samples]
 
+    def _submit(self, call: Callable[..., ResultT], *arguments: Any) -> Future[ResultT]:
+        """Run a call in a single thread, so that shards are filled in the order of the samples."""
+        return self._single.submit(self._run, call, *arguments)
+
+    def _run(self, call: Callable[..., ResultT], *arguments: Any) -> ResultT:
+        """Run a call. After an error, every later call raises it too: samples are missing then."""
+        if self._error is not None:
+            raise self._error
+        try:
+            return call(*arguments)
+        except BaseException as error:
+            self._error = error
+            raise
+
     def _collect(self, name: str, row: Row, data: SampleData) -> None:
         """Assign a sample's tensors to shards, and write every shard that is full."""
         tensors: dict[str, dict[str, torch.Tensor]] = {}
@@ -63,19 +93,51 @@ class PackedWriter:
                 tensors.setdefault(part_of(key), {})[key] = value
         parts = {}
         for part, values in tensors.items():
-            new = ShardRow(values)
-            identity = (str(data.get("prompt")), new.checksum, *new.layouts)
-            parts[part] = self._captions.setdefault(identity, new) if part == "text" else new
-            if parts[part] is new:
-                self._unwritten.setdefault(part, []).append(new)
-                self._unwritten_bytes[part] += new.num_bytes
-                self._write_full_shard(part)
+            parts[part] = self._assign(part, ShardRow(values), data.get("prompt"))
         plain = {key: value for key, value in data.items() if not isinstance(value, torch.Tensor)}
         form = DictForm(tuple(data), tuple(key for key, value in plain.items() if isinstance(value, tuple)))
         plain = json.loads(json.dumps(plain))
         known = row.to_dict()
         extra = {key: value for key, value in plain.items() if not _is_same(known, key, value)}
         self._samples.append(_PackedSample(name, row, parts, form, extra))
+
+    def _assign(self, part: str, new: ShardRow, prompt: str | None) -> ShardRow:
+        """Put a shard row into the next shard of its part, unless it is a caption that is already there."""
+        if part == "text":
+            identity = (str(prompt), new.checksum, *new.layouts)
+            known = self._captions.setdefault(identity, new)
+            if known is not new:
+                return known
+        self._unwritten.setdefault(part, []).append(new)
+        self._unwritten_bytes[part] += new.num_bytes
+        self._write_full_shard(part)
+        return new
+
+    def _read_back(self, rows: Sequence[Row]) -> None:
+        """Assign the stored samples to shards, as if they had just been encoded."""
+        shards = OpenShards(self._output)
+        known: dict[tuple[str, int], ShardRow] = {}
+        for row in rows:
+            assert row.packed is not None, f"{row.sample_name} is not packed"
+            parts = {}
+            for part, location in row.packed.locations.items():
+                key = (location.file, location.row)
+                if key not in known:
+                    contents = [memoryview(bytearray(layout.num_bytes)) for layout in location.tensors]
+                    shards.fill(location, contents)
+                    known[key] = self._assign(part, ShardRow.stored(location, contents), row.prompt)
+                parts[part] = known[key]
+            base = msgspec.structs.replace(row, cache_file="", packed=None)
+            entry = row.packed
+            self._samples.append(_PackedSample(entry.name, base, parts, entry.form, entry.values))
+
+    def _store(self) -> list[Row]:
+        """Write everything that no shard holds yet to temporary shards. It stays in memory too."""
+        number, self._num_temporary_shards = self._num_temporary_shards, self._num_temporary_shards + 1
+        for part, waiting in self._unwritten.items():
+            if rows := [row for row in waiting if row.location is None]:
+                self._write(self._temporary_stem, number, part, rows)
+        return [sample.row() for sample in self._samples]
 
     def _write_full_shard(self, part: str) -> None:
         """Write a shard of the target size, if the rest is large enough for another one."""
@@ -86,22 +148,26 @@ class PackedWriter:
         while size < TARGET_SHARD_BYTES:
             size += rows[count].num_bytes
             count += 1
-        self._write(part, rows[:count])
+        self._write_shard(part, rows[:count])
         self._unwritten[part] = rows[count:]
         self._unwritten_bytes[part] -= size
 
     def _write_rest(self) -> None:
         for part, rows in self._unwritten.items():
             if rows:
-                self._write(part, rows)
+                self._write_shard(part, rows)
         self._unwritten.clear()
 
-    def _write(self, part: str, rows: list[ShardRow]) -> None:
+    def _write_shard(self, part: str, rows: list[ShardRow]) -> None:
+        """Write the next shard of a part, and release its bytes."""
         number = self._num_shards[part]
         self._num_shards[part] += 1
-        names = (
-            f"{self._folder}/{self._stem}{suffix}-{number}.{part}.safetensors" for suffix in _NAME_SUFFIXES
-        )
+        self._write(self._stem, number, part, rows)
+        for row in rows:
+            row.contents = []
+
+    def _write(self, stem: str, number: int, part: str, rows: list[ShardRow]) -> None:
+        names = (f"{self._folder}/{stem}{suffix}-{number}.{part}.safetensors" for suffix in _NAME_SUFFIXES)
         try:
             write_shard(self._output, names, rows)
         except OSError as error:

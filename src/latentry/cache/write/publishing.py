@@ -9,6 +9,7 @@ from __future__ import annotations
 import filecmp
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
@@ -69,7 +70,7 @@ def publish_metadata(
         write_text(folder / METADATA_NAME, complete.to_json())
     else:
         (folder / METADATA_NAME).unlink(missing_ok=True)
-    _write_failures(folder / FAILURES_NAME, failures)
+    write_failures(folder / FAILURES_NAME, failures)
     keep = {*shards, packed.index if packed else ""}
     for pattern in _PATTERNS:
         for path in folder.glob(pattern):
@@ -122,8 +123,19 @@ def _publish_index(folder: Path, rows: Sequence[Row], current: set[str]) -> Pack
         raise RunError(f"cannot write {path}: {error.strerror}") from None
 
 
-def _write_failures(path: Path, failures: Sequence[Failure]) -> None:
+def write_failures(path: Path, failures: Sequence[Failure]) -> None:
+    """Publish ``failures.jsonl``, or remove it if nothing failed."""
     if failures:
         write_text(path, "".join(json.dumps(asdict(failure)) + "\n" for failure in failures))
     else:
         path.unlink(missing_ok=True)
+
+
+def read_failures(folder: Path) -> list[Failure]:
+    """The failures that ``failures.jsonl`` lists; none if there is no such file. Lines of another form are ignored."""
+    path = folder / FAILURES_NAME
+    found = []
+    for line in path.read_bytes().splitlines() if path.is_file() else ():
+        with suppress(msgspec.MsgspecError):
+            found.append(msgspec.json.decode(line, type=Failure))
+    return found

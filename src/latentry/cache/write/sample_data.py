@@ -47,7 +47,7 @@ def video_data(
     *,
     mode: str,
     deterministic: bool,
-    first_frame: torch.Tensor,
+    first_frame: torch.Tensor | None,
     source_frame: int | None,
 ) -> SampleData:
     """A clip's dictionary, or a single frame's: ``video_latents`` [1,C,T,h,w] and the caption's fields, then values."""
@@ -56,28 +56,36 @@ def video_data(
     if text is None:  # a processor that also encodes images uses their field names
         text = fields.pop("prompt_embeds")
         fields.pop("pooled_prompt_embeds", None)
-    data: SampleData = {"video_latents": latent[None], "text_embeddings": text, **fields}
-    if mode == "video":
-        data["first_frame"] = first_frame
-    data |= {
+    data: SampleData = {
+        "video_latents": latent[None],
+        "text_embeddings": text,
+        **fields,
+        "first_frame": first_frame if mode == "video" else None,
         "original_resolution": (sample.width, sample.height),
         "bucket_resolution": sample.bucket.resolution,
-        "crop_offset": offset,
         "bucket_id": sample.bucket_id,
         "aspect_ratio": sample.bucket.width / sample.bucket.height,
         "num_frames": sample.bucket.num_frames,
         "prompt": sample.caption.text,
         "video_path": str(path),
         "deterministic_latents": deterministic,
-        "processing_mode": mode,
         "model_version": info.model_version or info.name,
+        "processing_mode": mode,
         "model_type": info.model_type,
+        "crop_offset": offset,
     }
     if mode == "frames":
         data |= {
-            "frame_index": sample.number,
+            "frame_index": sample.number + 1,
             "total_frames_extracted": sample.num_samples,
             "source_frame_index": source_frame,
+        }
+    if sample.window is not None:
+        data |= {
+            "window_index": sample.number,
+            "num_windows": sample.num_samples,
+            "window_start_s": sample.window.start_s,
+            "window_frames": (sample.window.first_frame, sample.window.last_frame),
         }
     return data
 
@@ -102,6 +110,10 @@ def sample_row(sample: PlannedSample, data: SampleData, source_digest: str, dama
         frame_index=data.get("frame_index"),
         total_frames_extracted=data.get("total_frames_extracted"),
         source_frame_index=data.get("source_frame_index"),
+        window_index=data.get("window_index"),
+        num_windows=data.get("num_windows"),
+        window_start_s=data.get("window_start_s"),
+        window_frames=data.get("window_frames"),
         sample_name=sample.name,
         caption_source=sample.caption.source,
         source_name=sample.file.name,

@@ -36,13 +36,22 @@ class ShardRow:
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
         self.location: RowLocation | None = None
-        """Set when the shard row is written; its bytes are released then."""
+        """Where the shard row is stored; None until it is written."""
         trimmed = [_trimmed(name, tensor) for name, tensor in tensors.items()]
         trimmed.sort(key=lambda pair: -math.gcd(len(pair[1]), ALIGNMENT))
         self.layouts = [layout for layout, _ in trimmed]
         self.contents = [content for _, content in trimmed]
         self.checksum = checksum(self.contents)
         self.num_bytes = sum(len(content) for content in self.contents)
+
+    @classmethod
+    def stored(cls, location: RowLocation, contents: Sequence[memoryview]) -> ShardRow:
+        """A shard row that was read from a shard."""
+        row = cls({})
+        row.location = location
+        row.layouts, row.contents = list(location.tensors), list(contents)
+        row.checksum, row.num_bytes = location.checksum, location.num_bytes
+        return row
 
 
 def _trimmed(name: str, tensor: torch.Tensor) -> tuple[TensorLayout, memoryview]:
@@ -104,4 +113,3 @@ def write_shard(output: Path, names: Iterable[str], rows: Sequence[ShardRow]) ->
     base = 8 + len(text)
     for number, (row, start) in enumerate(zip(rows, starts, strict=True)):
         row.location = RowLocation(relative, number, base + start, tuple(row.layouts), row.checksum)
-        row.contents = []

@@ -1,12 +1,13 @@
 """Writing the samples of one task: a file for each, or shards with many samples.
 
 A writer takes a task's samples in order and works in threads. Its rows are complete when everything is on disk.
-The same samples always give the same bytes.
+The same samples always give the same bytes, whether all of them are added or the first ones are restored from a
+checkpoint.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,11 +21,27 @@ from latentry.cache.write.sample_data import SampleData
 from latentry.types import Bucket
 
 
+class RowsToCome(Protocol):
+    """Rows that are complete when their samples are on disk."""
+
+    def done(self) -> bool:
+        """Whether everything is on disk, or has failed."""
+
+    def result(self) -> list[Row]:
+        """The complete rows, in order. Waits until everything is on disk."""
+
+
 class TaskWriter(Protocol):
     """Writes the samples of one task."""
 
+    def restore(self, rows: Sequence[Row]) -> None:
+        """Take the first samples, which an interrupted run has stored. Call it before ``add``."""
+
     def add(self, name: str, row: Row, data: SampleData) -> None:
         """Take a sample: its name, its row without storage fields, and its dictionary. May wait for earlier ones."""
+
+    def store(self) -> RowsToCome:
+        """Begin to store everything that was added so far, and return its rows. More samples may be added."""
 
     def finish(self) -> None:
         """Announce that no more samples will come."""

@@ -8,6 +8,7 @@ finishes.
 
 from __future__ import annotations
 
+import dataclasses
 import fcntl
 import json
 import os
@@ -33,8 +34,8 @@ from latentry.cache.format import (
 )
 from latentry.cache.index.packed_index import PackedIndex
 from latentry.cache.locator import FileLocator
-from latentry.cache.write.commits import Commit, CommitLog, decode_json, write_text
-from latentry.cache.write.publishing import publish_metadata
+from latentry.cache.write.commits import Checkpoint, Commit, CommitLog, decode_json, write_text
+from latentry.cache.write.publishing import publish_metadata, read_failures, write_failures
 from latentry.errors import MetadataError, RunError
 from latentry.storage import KnownFolders
 from latentry.types import Failure
@@ -135,12 +136,17 @@ class Workspace:
         return finished.recipe
 
     def rows(self, fingerprint: str) -> dict[str, Row]:
-        """All usable rows of this recipe by sample name: the finished cache's, then those of interrupted runs."""
+        """All usable rows of this recipe by sample name: the finished cache's, then those of interrupted runs.
+
+        If the finished cache repeats a sample, its ``repeat`` is that of the last row.
+        """
         rows: dict[str, Row] = {}
         finished = None if self._overwriting.exists() else self.finished()
         if finished is not None and finished.fingerprint == fingerprint:
             rows |= self._usable(self._finished_rows(finished))
-        return rows | self._usable(self._commits.rows())
+        for name, row in self._usable(self._commits.rows()).items():
+            rows[name] = msgspec.structs.replace(row, repeat=rows[name].repeat) if name in rows else row
+        return rows
 
     def _finished_rows(self, metadata: CacheMetadata) -> Iterator[Row]:
         if metadata.packed is not None:
@@ -188,14 +194,23 @@ class Workspace:
             return False
         return len(rows) == num_samples and all(self._files_in_place(row, sizes) for row in rows)
 
+    def checkpoints(self) -> list[Checkpoint]:
+        """The checkpoints of unfinished tasks, with the rows that are usable."""
+        return [
+            dataclasses.replace(checkpoint, rows=tuple(self._usable(checkpoint.rows).values()))
+            for checkpoint in self._commits.checkpoints()
+        ]
+
+    def checkpoint_of(self, task_id: str) -> Checkpoint:
+        """The checkpoint of a task."""
+        return self._commits.checkpoint_of(task_id)
+
     def failed_before(self) -> set[str]:
-        """The names of inputs that failed in an earlier run, finished or interrupted."""
-        names = {failure.name for failure in self._commits.failures()}
-        path = self.folder / FAILURES_NAME
-        if path.is_file():
-            lines = path.read_text(encoding="utf-8").splitlines()
-            names |= {json.loads(line)["name"] for line in lines if line}
-        return names
+        """The names of inputs that failed in an earlier run, finished or interrupted.
+
+        Failures in checkpoints are left out: the tasks of an interrupted run must be cut again as they were.
+        """
+        return {failure.name for failure in (*self._commits.failures(), *read_failures(self.folder))}
 
     # ---- working on it ----------------------------------------------------------------------
 
@@ -212,8 +227,22 @@ class Workspace:
         write_text(self._recipe, json.dumps(recipe))
 
     def commit(self, commit: Commit) -> None:
-        """Make a task's outcome durable, in one step."""
+        """Make the outcome of a task, or of its first samples, durable in one step."""
         self._commits.write(commit)
+
+    def record_failures(self, failures: Iterable[Failure]) -> None:
+        """Add failures to ``failures.jsonl`` without finishing the run.
+
+        Args:
+            failures: Those of this run.
+        """
+        committed = {row.sample_name for row in self._commits.rows()}
+        found = {
+            failure.name: failure for failure in (*read_failures(self.folder), *self._commits.failures())
+        }
+        found = {name: failure for name, failure in found.items() if name not in committed}
+        found |= {failure.name: failure for failure in failures}
+        write_failures(self.folder / FAILURES_NAME, [found[name] for name in sorted(found)])
 
     def finish(
         self, rows: Sequence[Row], failures: Sequence[Failure], shard_size: int, metadata: CacheMetadata

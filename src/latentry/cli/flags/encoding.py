@@ -5,16 +5,21 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from latentry.cli.flags import add_flag
+from latentry.cli.flags import add_flag, whole_number
+
+PROCESSORS_OF = {"image": ("tiny", "flux"), "video": ("tiny", "wan", "hunyuan")}
+"""The processors of each kind of media, for help texts and shell completion."""
 
 
-def add_encoding_flags(parser: argparse.ArgumentParser, *, output_format: str) -> Any:
-    """Add the flags about model and storage, and return their group.
+def add_encoding_flags(parser: argparse.ArgumentParser, media: str, *, output_format: str) -> None:
+    """Add the flags about model and storage.
 
     Args:
         parser: The parser of ``latentry image`` or ``latentry video``.
+        media: ``image`` or ``video``.
         output_format: The default of ``--output_format``.
     """
+    names = PROCESSORS_OF[media]
     group = parser.add_argument_group(
         "recipe", "A cache has one recipe: to change it, use another --output_dir or --overwrite."
     )
@@ -23,7 +28,8 @@ def add_encoding_flags(parser: argparse.ArgumentParser, *, output_format: str) -
         "--processor",
         metavar="NAME",
         default="tiny",
-        help="encode with this model family; `latentry processors` lists them (default: tiny, which is built in)",
+        help=f"encode with the model family {', '.join(names[:-1])} or {names[-1]} (default: tiny, an embedded model "
+        "for trying things out)",
     )
     add_flag(
         group,
@@ -34,43 +40,40 @@ def add_encoding_flags(parser: argparse.ArgumentParser, *, output_format: str) -
     add_flag(
         group,
         "--dtype",
-        metavar="DTYPE",
+        choices=("auto", "float32", "float16", "bfloat16"),
         default="auto",
         help="compute in float32, float16 or bfloat16 (default: auto, bfloat16 on GPUs and float32 on the CPU)",
     )
     add_flag(
         group,
         "--output_format",
-        metavar="FORMAT",
+        choices=("meta", "pt", "safetensors", "packed"),
         default=output_format,
         help="write meta, pt or safetensors files, or packed shards for a million samples and more "
         f"(default: {output_format})",
     )
+    posterior = group.add_mutually_exclusive_group()
     add_flag(
-        group,
+        posterior,
         "--stochastic",
         action="store_true",
         help="sample the VAE's posterior instead of storing its mean",
     )
+    if media == "video":  # NeMo AutoModel's command for videos has this flag
+        add_flag(
+            posterior,
+            "--deterministic",
+            dest="stochastic",
+            action="store_false",
+            help="store the mean of the VAE's posterior (default)",
+        )
     add_flag(
         group,
         "--seed",
         metavar="N",
-        type=int,
+        type=whole_number(0),
         default=42,
         help="seed random crops and --stochastic (default: 42)",
-    )
-    return group
-
-
-def add_deterministic_flag(group: Any) -> None:
-    """Add the opposite of ``--stochastic``, which NeMo AutoModel's command for videos has."""
-    add_flag(
-        group,
-        "--deterministic",
-        dest="stochastic",
-        action="store_false",
-        help="store the mean of the VAE's posterior (default)",
     )
 
 

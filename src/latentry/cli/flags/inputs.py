@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from latentry.cli.flags import add_flag
+from latentry.cli.flags import add_flag, whole_number
 
 
 def add_input_flags(parser: argparse.ArgumentParser, media: str) -> None:
@@ -20,15 +20,26 @@ def add_input_flags(parser: argparse.ArgumentParser, media: str) -> None:
         group,
         f"--{media}_dir",
         metavar="DIR",
+        nargs="+",
+        action="extend",
         required=True,
-        help=f"encode the {media}s in this folder and its subfolders (required)",
+        help=f"encode the {media}s in these folders and their subfolders (required)",
+    )
+    add_flag(
+        group,
+        "--repeats",
+        metavar="N",
+        nargs="+",
+        action="extend",
+        type=int,
+        help="have the samples of each folder N times per epoch, with one N for each folder (default: once)",
     )
     add_flag(
         group,
         f"--max_{media}s",
         metavar="N",
-        type=int,
-        help="encode only the first N, sorted by name (default: all)",
+        type=whole_number(1),
+        help="encode only the first N, folder by folder and sorted by name in each (default: all)",
     )
     add_flag(
         group,
@@ -44,6 +55,7 @@ def input_arguments(options: argparse.Namespace, media: str) -> dict[str, Any]:
     folder = f"{media}_dir"
     return {
         folder: getattr(options, folder),
+        "repeats": options.repeats,
         "max_files": getattr(options, f"max_{media}s"),
         "output_dir": options.output_dir,
     }

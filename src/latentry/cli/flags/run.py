@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from latentry.cli.flags import add_flag
+from latentry.cli.flags import add_flag, whole_number
 
 
 def add_run_flags(parser: argparse.ArgumentParser) -> None:
@@ -22,16 +22,16 @@ def add_run_flags(parser: argparse.ArgumentParser) -> None:
         run,
         "--batch_size",
         metavar="N",
-        type=int,
+        type=whole_number(1),
         help="encode N samples together (default: as many as fit on the GPU; 1 on a CPU and for clips)",
     )
     add_flag(
         run,
         "--shard_size",
         metavar="N",
-        type=int,
+        type=whole_number(1),
         default=10_000,
-        help="write N rows per metadata shard (default: 10000)",
+        help="write N rows per metadata shard, except with --output_format packed (default: 10000)",
     )
     add_flag(
         run,
@@ -47,19 +47,30 @@ def add_run_flags(parser: argparse.ArgumentParser) -> None:
         help="report damaged inputs as failures (skip), encode them all the same (keep) or stop the run (error) "
         "(default: skip)",
     )
+    add_flag(
+        run,
+        "--max_failures",
+        metavar="N",
+        type=whole_number(0),
+        default=100,
+        help="stop the run when N inputs in a row fail on a device; 0 removes the limit (default: 100)",
+    )
     add_flag(run, "--overwrite", action="store_true", help="replace a cache that another recipe made")
-    add_flag(run, "--dry_run", action="store_true", help="show the plan and write nothing")
+    add_flag(
+        run, "--dry_run", action="store_true", help="show the plan and write nothing; needs no model weights"
+    )
     add_output_flags(run)
 
 
-def add_output_flags(parser: Any, *, with_json: bool = True) -> None:
+def add_output_flags(parser: Any) -> None:
     """Add the flags about what a command prints."""
     add_flag(parser, "--quiet", action="store_true", help="print errors only")
-    if with_json:
-        add_flag(parser, "--json", action="store_true", help="print the result as JSON")
+    add_flag(parser, "--json", action="store_true", help="print the result as JSON")
 
 
 def run_arguments(options: argparse.Namespace) -> dict[str, Any]:
     """The arguments of ``prepare()`` that these flags give."""
-    names = ("devices", "batch_size", "shard_size", "verify", "damaged", "overwrite", "dry_run")
+    names = (
+        "devices", "batch_size", "shard_size", "verify", "damaged", "max_failures", "overwrite", "dry_run",
+    )  # fmt: skip
     return {name: getattr(options, name) for name in names}

@@ -13,6 +13,7 @@ from typing import NamedTuple
 _FIRST_BYTES = 1 << 14
 _MAX_BYTES = 1 << 18
 _FRAMES = frozenset({0xC0, 0xC1, 0xC2, 0xC3, 0xC5, 0xC6, 0xC7, 0xC9, 0xCA, 0xCB, 0xCD, 0xCE, 0xCF})
+_PROGRESSIVE_FRAMES = frozenset({0xC2, 0xC6, 0xCA, 0xCE})
 _START = b"\xff\xd8\xff"
 _SCAN, _END, _APP1, _APP2 = 0xDA, 0xD9, 0xE1, 0xE2
 _EXIF, _XMP, _ICC = b"Exif\x00\x00", b"http://ns.adobe.com/xap/1.0/", b"ICC_PROFILE\x00"
@@ -31,6 +32,9 @@ class JpegHeader(NamedTuple):
     """1 for grey, 3 for colour, 4 for CMYK."""
     has_profile: bool
     """Whether an ICC colour profile is embedded."""
+    is_progressive: bool
+    scan_offset: int
+    """Where the first scan begins, with its marker."""
 
 
 def read_jpeg_header(path: Path) -> JpegHeader | None:
@@ -59,7 +63,7 @@ def _parse(head: bytes) -> JpegHeader | None:
     """Read marker after marker until the image data begins; an ``IndexError`` means that more bytes are needed."""
     frame: tuple[int, int, int] | None = None
     orientation: int | None = None
-    num_exif, xmp_orientation, has_profile = 0, False, False
+    num_exif, xmp_orientation, has_profile, is_progressive = 0, False, False, False
     position = 2
     while True:
         if head[position] != 0xFF:
@@ -76,6 +80,7 @@ def _parse(head: bytes) -> JpegHeader | None:
         head[end]  # raises an IndexError unless the whole segment is here
         if marker in _FRAMES:
             frame = struct.unpack_from(">HHB", head, start + 1)
+            is_progressive = marker in _PROGRESSIVE_FRAMES
         elif marker == _APP1 and head.startswith(_EXIF, start):
             num_exif += 1
             orientation = _orientation(head[start + len(_EXIF) : end])
@@ -87,7 +92,15 @@ def _parse(head: bytes) -> JpegHeader | None:
     if frame is None or 0 in frame or num_exif > 1 or (xmp_orientation and orientation is None):
         return None
     height, width, num_components = frame
-    return JpegHeader(width, height, 1 if orientation is None else orientation, num_components, has_profile)
+    return JpegHeader(
+        width,
+        height,
+        1 if orientation is None else orientation,
+        num_components,
+        has_profile,
+        is_progressive,
+        position,
+    )
 
 
 class _UnusualError(ValueError):
