@@ -20,7 +20,7 @@ from helpers import PACKED, SMALL, stopped_after
 
 from latentry import Recipe, VideoOptions, prepare
 from latentry.cache.write import packed_writer
-from latentry.encode import caption_batches
+from latentry.encode import caption_batches, plan
 from latentry.processors.tiny import TinyProcessor
 from latentry.serve.dataset import TextToImageDataset
 from latentry.testing import assert_same_cache, make_counter_clip
@@ -77,9 +77,9 @@ def test_interrupted_task_continues(pictures, tmp_path, small_shards, monkeypatc
     num_saved = 0
     for after in (9, 7, 10):
         num_reported = interrupted(run, after, cache)
-        plan = run(output_dir=cache, dry_run=True)
-        assert 0 <= plan.num_already_done - num_saved - num_reported < 3, "the rest of a batch"
-        num_saved = plan.num_already_done
+        planned = run(output_dir=cache, dry_run=True)
+        assert 0 <= planned.num_already_done - num_saved - num_reported < 3, "the rest of a batch"
+        num_saved = planned.num_already_done
     resumed = run(output_dir=cache)
     assert resumed.num_already_done == num_saved > 20
     assert resumed.num_encoded == NUM_PICTURES - 2 - num_saved
@@ -175,18 +175,24 @@ import json, sys, time
 from latentry import Recipe, VideoOptions, prepare
 from latentry.cache.write import packed_writer
 from latentry.cli import _stop_at_sigterm
+from latentry.encode import plan
 from latentry.processors.tiny import TinyProcessor
-packed_writer.TARGET_SHARD_BYTES, packed_writer.MIN_SHARD_BYTES = 80_000, 40_000
 options = json.loads(sys.argv[1])
-def slow(progress):
+packed_writer.TARGET_SHARD_BYTES, packed_writer.MIN_SHARD_BYTES = 80_000, 40_000
+plan.TASK_SIZE = 14
+encode = TinyProcessor.encode_pixels
+def slow(self, *arguments):
+    time.sleep(options["pause_s"])
+    return encode(self, *arguments)
+TinyProcessor.encode_pixels = slow
+def show(progress):
     if progress.phase == "encode":
-        time.sleep(options["pause_s"])
         print(progress.done, flush=True)
 if __name__ == "__main__":
     video = options["recipe"].pop("video")
     recipe = Recipe(**options["recipe"], video=VideoOptions(**video) if video else None)
     with _stop_at_sigterm():
-        result = prepare(recipe, **options["arguments"], on_progress=slow)
+        result = prepare(recipe, **options["arguments"], on_progress=show)
     print(json.dumps({"encoded": result.num_encoded, "done": result.num_already_done}))
 """
 
@@ -248,8 +254,9 @@ assert VideoOptions(**CLIPS["video"]) != VideoOptions(**FRAMES["video"])
     ids=["images-pt", "images-packed", "clips-safetensors", "clips-packed", "frames-packed", "frames-meta"],
 )
 def test_stopped_process_continues_in_its_task(
-    pictures, clips, tmp_path, small_shards, number, recipe, output_format
+    pictures, clips, tmp_path, small_shards, monkeypatch, number, recipe, output_format
 ):
+    monkeypatch.setattr(plan, "TASK_SIZE", 14)
     recipe = {**recipe, "output_format": output_format}
     inputs = {"video_dir": str(clips)} if recipe["video"] else {"image_dir": str(pictures)}
     arguments = {**inputs, "batch_size": 2, "checkpoint_interval_s": 0}
@@ -262,6 +269,7 @@ def test_stopped_process_continues_in_its_task(
     process.send_signal(number)
     process.communicate(timeout=60)
     num_saved = saved_samples(tmp_path / "cache")
+    assert 0 < num_saved < 14
     assert num_saved >= num_seen - 2 - 2, "two of them are failures, and two are a batch"
     resumed = finish(start({**options, "pause_s": 0}, tmp_path / "run.py"))
     assert resumed["done"] == num_saved
@@ -274,10 +282,13 @@ def test_stopped_process_continues_in_its_task(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_workers_save_before_they_stop(pictures, tmp_path, number):
+@pytest.mark.parametrize("recipe", [SMALL, PACKED], ids=["files", "packed"])
+def test_workers_save_before_they_stop(pictures, tmp_path, small_shards, monkeypatch, recipe, number):
     """With the usual interval, so that only the stop makes checkpoints."""
+    monkeypatch.setattr(plan, "TASK_SIZE", 14)
     arguments = {"image_dir": str(pictures), "output_dir": str(tmp_path / "cache"), "devices": "cpu,cpu"}
-    options = {"recipe": {**IMAGES, "output_format": "packed"}, "arguments": arguments, "pause_s": 0.3}
+    chosen = {**IMAGES, "output_format": recipe.output_format}
+    options = {"recipe": chosen, "arguments": arguments, "pause_s": 0.3}
     process = start(options, tmp_path / "run.py")
     assert process.stdout is not None
     while int(process.stdout.readline() or pytest.fail(process.communicate()[1])) < 7:
@@ -286,10 +297,12 @@ def test_workers_save_before_they_stop(pictures, tmp_path, number):
     _, errors = process.communicate(timeout=60)
     assert "KeyboardInterrupt" in errors.splitlines()[-1]
     assert errors.count("Traceback") == 1, f"only the calling process reports the interruption: {errors}"
-    assert saved_samples(tmp_path / "cache") >= 7 - 2
-    resumed = prepare(PACKED, image_dir=pictures, output_dir=tmp_path / "cache")
-    assert resumed.num_already_done >= 7 - 2
-    prepare(PACKED, image_dir=pictures, output_dir=tmp_path / "undisturbed")
+    assert list((tmp_path / "cache" / ".latentry" / "commits").glob("*.checkpoint.json"))
+    num_saved = saved_samples(tmp_path / "cache")
+    assert 7 - 2 - 1 <= num_saved < NUM_PICTURES - 2
+    resumed = prepare(recipe, image_dir=pictures, output_dir=tmp_path / "cache")
+    assert resumed.num_already_done == num_saved
+    prepare(recipe, image_dir=pictures, output_dir=tmp_path / "undisturbed")
     assert_same_cache(tmp_path / "cache", tmp_path / "undisturbed")
 
 

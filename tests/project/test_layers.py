@@ -22,8 +22,9 @@ LAYERS = [
     "serve.stacking", "serve.collate",
     "serve.dataset", "serve.accelerate_hooks", "serve.loader", "serve.dataloader_build", "serve.shape_buckets",
     "serve.meta_files", "serve.mock", "serve.config", "serve.yaml_config",
-    "sources", "media", "processors.fused", "processors", "encode.sizes", "encode.recipe", "encode.repeats", "encode.plan", "encode.device",
-    "encode.caption_batches", "encode.running_task", "encode.read_ahead", "encode.batch_encoder", "encode.pipeline", "engines", "report",
+    "sources", "media", "processors.fused", "processors", "encode.sizes", "encode.recipe", "encode.repeats", "encode.plan",
+    "encode.device", "encode.caption_batches", "encode.running_task", "encode.read_ahead", "encode.batch_encoder",
+    "encode.pipeline", "engines", "report",
     "encode.decode_check", "encode.verify", "encode.prepare", "testing", "demo", "cli",
     "__main__", "_old_names",
 ]  # fmt: skip
