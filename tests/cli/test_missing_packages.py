@@ -16,7 +16,7 @@ from helpers import EXAMPLES
 from latentry.extras import EXTRAS
 from latentry.testing import make_image_cache, make_video_cache
 
-HIDE = f"import sys; sys.modules.update(dict.fromkeys({[*EXTRAS['encode'], *EXTRAS['models']]!r}));"
+HIDE = f"import sys; sys.modules.update(dict.fromkeys({[name for names in EXTRAS.values() for name in names]!r}));"
 
 
 def run_core(code: str, *arguments: object) -> subprocess.CompletedProcess[str]:
