@@ -16,12 +16,13 @@ from typing import Any
 import torch
 
 from latentry.buckets import aspect_name
+from latentry.cache.caption_keys import PROMPTS, caption_key, num_captions
 from latentry.cache.format import Row, row_from_dict
 from latentry.cache.index import CacheIndex, PackedIndex, open_index
 from latentry.cache.index.rows import open_rows
 from latentry.cache.latent_checks import latent_problem
 from latentry.cache.read.checks import image_columns, video_columns
-from latentry.cache.read.fields import IMAGE_FIELDS, VIDEO_FIELDS
+from latentry.cache.read.fields import IMAGE_FIELDS, IMAGE_TOKEN_FIELDS, VIDEO_FIELDS
 from latentry.cache.read.samples import Samples, open_samples
 from latentry.cache.read.tiled_latents import TiledLatents
 from latentry.cache.read.warn_once import WarnOnce
@@ -30,6 +31,7 @@ from latentry.errors import CacheError, MediaError
 from latentry.storage import content_digest
 from latentry.types import model_family
 
+_IMAGE_CAPTION_FIELDS = (*IMAGE_FIELDS.of_captions, *IMAGE_TOKEN_FIELDS.of_captions)
 _CACHE_FILE_SUFFIXES = (".meta", ".pt", ".safetensors")
 LoadedSample = Mapping[str, Any]
 """What a cache file holds."""
@@ -176,9 +178,10 @@ class _Checker:
                 if value.is_floating_point() and not torch.isfinite(value).all():
                     yield f"{key} contains NaN or infinite values"
                 self._types[key][_type_of(key, value)].append(name)
-        for key in ("prompt", "bucket_id", "num_frames", "model_type"):
+        for key in ("prompt", PROMPTS, "bucket_id", "num_frames", "model_type"):
             if key in written and key in data and _differ(key, written[key], data[key]):
                 yield f"{key} is {data[key]!r}, but its row says {written[key]!r}"
+        yield from self._caption_problems(data)
         yield from self._frame_problems(data, row)
         if row.file_digest and row.file_digest != content_digest(self._cache_dir / name):
             yield "its bytes are not those that were written: the checksum differs"
@@ -190,6 +193,16 @@ class _Checker:
             video_columns(self._samples.read([number], VIDEO_FIELDS), buckets, VIDEO_FIELDS, self._tiles)
         else:
             image_columns(self._samples.read([number], IMAGE_FIELDS), buckets, IMAGE_FIELDS)
+
+    def _caption_problems(self, data: LoadedSample) -> Iterator[str]:
+        """Tensors that further captions lack."""
+        fields = VIDEO_FIELDS.of_captions if self._is_video else _IMAGE_CAPTION_FIELDS
+        count = num_captions(data)
+        for number in range(1, count):
+            keys = (caption_key(found.name, number) for found in fields if found.name in data)
+            for key in keys:
+                if key not in data:
+                    yield f"has {count} captions, but no {key}"
 
     def _frame_problems(self, data: LoadedSample, row: Row) -> Iterator[str]:
         latents = data.get("video_latents")

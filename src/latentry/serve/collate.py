@@ -17,6 +17,7 @@ from latentry.cache.read.columns import Columns
 from latentry.cache.read.fields import IMAGE_FIELDS, IMAGE_TOKEN_FIELDS, VIDEO_FIELDS
 from latentry.cache.read.warn_once import WarnOnce
 from latentry.errors import CacheFileError, ConfigError
+from latentry.serve.all_captions import pad_captions
 from latentry.serve.stacking import stack_fields, stacked
 
 Batch = dict[str, Any]
@@ -103,6 +104,7 @@ def video_batch(columns: Columns, warn_once: WarnOnce = _warn_once) -> Batch:
         warn_once: Logs which fields cannot be served.
     """
     _check_not_empty(columns)
+    columns = pad_captions(columns, VIDEO_FIELDS.of_captions)
     fields = stack_fields(columns, (VIDEO_FIELDS.latents, *VIDEO_FIELDS.text))
     output: Batch = {name: tensor.flatten(0, 1) for name, tensor in fields.items()}
     output["data_type"] = "video"
@@ -116,6 +118,7 @@ def video_batch(columns: Columns, warn_once: WarnOnce = _warn_once) -> Batch:
 
 def _stack_images(columns: Columns) -> Batch:
     _check_not_empty(columns)
+    columns = pad_captions(columns, _IMAGE_TEXT)
     output: Batch = {key: stacked(columns, key) for key in _IMAGE_TENSORS}
     output |= {key: _listed(columns, key) for key in _IMAGE_VALUES}
     return output | stack_fields(columns, _IMAGE_TEXT)

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +34,15 @@ from latentry.cache.read.samples import Samples, open_samples
 from latentry.cache.read.tiled_latents import TiledLatents
 from latentry.cache.read.warn_once import WarnOnce
 from latentry.errors import ConfigError
+from latentry.serve.all_captions import fields_of_all_captions, merge_captions
 from latentry.serve.collate import Batch, image_batch, video_batch
 from latentry.serve.row_numbers import RowNumbers
 from latentry.types import Bucket, model_family
 
 logger = logging.getLogger(__name__)
 
+CAPTION_CHOICES = ("random", "first", "all")
+"""Which caption of several a sample has."""
 VIDEO_OPTIONAL_FIELDS = {field.name: field.num_dims for field in VIDEO_FIELDS.text if not field.required}
 """Tensors that a video file has if its model uses them, and their dimensions without the batch dimension."""
 
@@ -58,9 +62,22 @@ class BaseMultiresolutionDataset(Dataset[dict[str, Any]]):
     Args:
         cache_dir: The folder of a finished cache.
         quantization: The sides of buckets are multiples of this; only ``calculator`` uses it.
+        caption_choice: Which caption of several a sample has: ``random`` draws one for each epoch, ``first`` is
+            always the same, and ``all`` adds a caption dimension to the text tensors.
     """
 
-    def __init__(self, cache_dir: str | os.PathLike[str], quantization: int = 64) -> None:
+    def __init__(
+        self,
+        cache_dir: str | os.PathLike[str],
+        quantization: int = 64,
+        *,
+        caption_choice: str = "random",
+    ) -> None:
+        if caption_choice not in CAPTION_CHOICES:
+            raise ConfigError(
+                f"unknown caption_choice {caption_choice!r}; choose one of {', '.join(CAPTION_CHOICES)}"
+            )
+        self.caption_choice = caption_choice
         if not isinstance(cache_dir, (str, os.PathLike)):
             raise ConfigError(f"cache_dir is {cache_dir!r}; it must be the path of a folder")
         self.cache_dir = Path(cache_dir).expanduser().absolute()
@@ -129,8 +146,33 @@ class BaseMultiresolutionDataset(Dataset[dict[str, Any]]):
     ) -> tuple[Columns, list[Bucket]]:
         """What is stored in files and rows, and the samples' buckets."""
         rows = [range(len(self))[idx] for idx in indices]
-        columns = self.samples.read(rows, fields, resources or self._resources)
+        draws = [getattr(idx, "caption_draw", None) for idx in indices] if self.draws_captions else None
+        columns = self.samples.read(rows, fields, resources or self._resources, draws)
         return columns, [self.index.bucket(row) for row in rows]
+
+    def _read_checked(
+        self,
+        indices: Sequence[int],
+        fields: FileFields,
+        resources: ReadResources | None,
+        check: Callable[[Columns, Sequence[Bucket], FileFields], Columns],
+    ) -> Columns:
+        """These fields after a check against the samples' rows, with the captions that were chosen."""
+        if self.caption_choice != "all":
+            return check(*self._read_fields(indices, fields, resources), fields)
+        all_fields = fields_of_all_captions(fields, self.max_captions)
+        read, buckets = self._read_fields(indices, all_fields, resources)
+        return merge_captions(check(read, buckets, all_fields), read, fields, self.max_captions)
+
+    @property
+    def max_captions(self) -> int:
+        """The largest number of captions of a sample."""
+        return self.index.metadata.max_captions or 1
+
+    @property
+    def draws_captions(self) -> bool:
+        """Whether the sampler has to say which captions are read."""
+        return self.caption_choice == "random" and self.max_captions > 1
 
     # ---- the cache --------------------------------------------------------------------------
 
@@ -259,19 +301,28 @@ class TextToImageDataset(BaseMultiresolutionDataset):
     Args:
         cache_dir: The folder of a finished image cache.
         train_text_encoder: Read token ids (``clip_tokens``, ``t5_tokens``) instead of embeddings.
+        caption_choice: Which caption of several a sample has: ``random`` draws one for each epoch, ``first`` is
+            always the same, and ``all`` adds a caption dimension to the text tensors. Indices that do not come from
+            a ``SequentialBucketSampler`` get the first caption instead of a random one.
     """
 
-    def __init__(self, cache_dir: str | os.PathLike[str], train_text_encoder: bool = False) -> None:
+    def __init__(
+        self,
+        cache_dir: str | os.PathLike[str],
+        train_text_encoder: bool = False,
+        *,
+        caption_choice: str = "random",
+    ) -> None:
         if not isinstance(train_text_encoder, bool):
             raise ConfigError(f"train_text_encoder is {train_text_encoder!r}; it must be true or false")
         self.train_text_encoder = train_text_encoder
-        super().__init__(cache_dir, quantization=64)
+        super().__init__(cache_dir, quantization=64, caption_choice=caption_choice)
 
     def read_batch(self, indices: Sequence[int], resources: ReadResources | None = None) -> Columns:
         if not len(indices):
             return Columns.of_items([])
         fields = IMAGE_TOKEN_FIELDS if self.train_text_encoder else IMAGE_FIELDS
-        return image_columns(*self._read_fields(indices, fields, resources), fields)
+        return self._read_checked(indices, fields, resources, image_columns)
 
     def collate(self, columns: Columns) -> Batch:
         return image_batch(columns, self._warn_once)
@@ -292,16 +343,22 @@ class TextToVideoDataset(BaseMultiresolutionDataset):
         cache_dir: The folder of a finished video cache.
         model_type: The model that is trained. A warning is logged if the cache was made for another one.
         device: Where the tensors of samples are put.
+        caption_choice: As for ``TextToImageDataset``.
     """
 
     def __init__(
-        self, cache_dir: str | os.PathLike[str], model_type: str = "wan", device: str | torch.device = "cpu"
+        self,
+        cache_dir: str | os.PathLike[str],
+        model_type: str = "wan",
+        device: str | torch.device = "cpu",
+        *,
+        caption_choice: str = "random",
     ) -> None:
         if not isinstance(model_type, str):
             raise ConfigError(f"model_type is {model_type!r}; it must be a name such as 'wan'")
         self.model_type = model_type
         self.device = device
-        super().__init__(cache_dir, quantization=8)
+        super().__init__(cache_dir, quantization=8, caption_choice=caption_choice)
         self._tiles = TiledLatents.of_cache(self.cache_dir, self.index.metadata, self._warn_once)
         written_for = self.index.metadata.model_type or model_type
         first, second = model_family(written_for), model_family(model_type)
@@ -313,8 +370,8 @@ class TextToVideoDataset(BaseMultiresolutionDataset):
     def read_batch(self, indices: Sequence[int], resources: ReadResources | None = None) -> Columns:
         if not len(indices):
             return Columns.of_items([])
-        read, buckets = self._read_fields(indices, VIDEO_FIELDS, resources)
-        columns = video_columns(read, buckets, VIDEO_FIELDS, self._tiles)
+        check = partial(video_columns, tiles=self._tiles)
+        columns = self._read_checked(indices, VIDEO_FIELDS, resources, check)
         tensors = {name: self._as_item(name, column) for name, column in columns.tensors.items()}
         return Columns(columns.num_samples, tensors, columns.values, columns.describe)
 

@@ -11,6 +11,7 @@ import numpy as np
 from latentry.serve.epoch_order import EpochOrder, OrderSettings
 from latentry.serve.order import Indices, Segment
 from latentry.serve.row_numbers import RowNumbers
+from latentry.serve.sample_index import SampleIndex
 from latentry.serve.sampler_state import Position
 
 logger = logging.getLogger(__name__)
@@ -24,6 +25,7 @@ class EpochProgress:
         settings: What decides its permutations.
         groups: The buckets, each with its ``indices``.
         rank: The rank whose samples are returned.
+        draws_captions: Whether indices say which caption is read.
     """
 
     def __init__(
@@ -32,11 +34,14 @@ class EpochProgress:
         settings: OrderSettings,
         groups: Sequence[Mapping[str, Any]],
         rank: int,
+        *,
+        draws_captions: bool = False,
     ) -> None:
         self._whole_epoch = whole_epoch
         self._settings = settings
         self._groups = groups
         self._rank = rank
+        self._draws_captions = draws_captions
         self._order: EpochOrder | None = None
         self._start = 0
         self._is_resuming = False
@@ -52,8 +57,10 @@ class EpochProgress:
 
     def indices(self, step: int, order: EpochOrder | None = None) -> list[int]:
         """The rank's samples of a batch, counted from the beginning of the epoch."""
-        bucket, within_bucket = (order or self.order).bucket_and_samples(step, self._rank)
-        return _look_up(self._groups[bucket]["indices"], within_bucket)
+        order = order or self.order
+        bucket, within_bucket = order.bucket_and_samples(step, self._rank)
+        indices = _look_up(self._groups[bucket]["indices"], within_bucket)
+        return [SampleIndex(idx, order.caption_draw) for idx in indices] if self._draws_captions else indices
 
     def begin_iteration(self) -> EpochIteration:
         """Begin a pass: after a loaded position the first time, otherwise at the beginning of the epoch."""

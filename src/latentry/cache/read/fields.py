@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from latentry.cache.packed_format import part_of
 from latentry.cache.read.pickle_reader import TensorLocation
 
 
@@ -50,11 +51,18 @@ class FileFields:
     """Plain values; some tools store them as tensors."""
     unserved_tensors: tuple[str, ...] = ()
     """Tensors that files may have, but that are not served."""
+    all_captions: bool = False
+    """Whether all captions of a sample are served, rather than one."""
 
     @cached_property
     def names(self) -> frozenset[str]:
         """All known fields that are served."""
         return frozenset([self.latents.name, *(field.name for field in self.text), *self.values])
+
+    @cached_property
+    def of_captions(self) -> tuple[TensorField, ...]:
+        """The tensors that each caption has."""
+        return tuple(field for field in self.text if part_of(field.name) == "text")
 
     @cached_property
     def known(self) -> frozenset[str]:

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from latentry.cache.caption_keys import drawn_caption, num_captions, one_caption
 from latentry.cache.index import CacheIndex
 from latentry.cache.index.rows import Rows, stored_row
 from latentry.cache.read.batch_buffers import BatchBuffers, plain_tensor
@@ -51,7 +52,11 @@ class FileSamples:
         return load_cache_file(self._cache_dir, self._index.relative_file(row))
 
     def read(
-        self, rows: Sequence[int], fields: FileFields, resources: ReadResources | None = None
+        self,
+        rows: Sequence[int],
+        fields: FileFields,
+        resources: ReadResources | None = None,
+        draws: Sequence[int | None] | None = None,
     ) -> Columns:
         resources = resources or ReadResources()
         batch = _FileBatch(len(rows), fields, BatchBuffers(len(rows), resources.buffers))
@@ -63,7 +68,12 @@ class FileSamples:
                     contents = read_contents(file.descriptor, os.path.splitext(relative)[1])
                     if contents is None:
                         contents = load_cache_file(self._cache_dir, relative)
-                    contents = with_row_values(contents, stored_row(self._rows, rows[i]), fields)
+                    row = stored_row(self._rows, rows[i])
+                    contents = with_row_values(contents, row, fields)
+                    if not fields.all_captions:
+                        draw = None if draws is None else draws[i]
+                        number = drawn_caption(draw, self._index.name(rows[i]), row, num_captions(contents))
+                        contents = one_caption(contents, number)
                     batch.add(i, file, contents)
                 batch.read_tensors(resources.threads)
         return batch.columns(lambda i: self.describe(rows[i]))

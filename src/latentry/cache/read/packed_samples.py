@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from latentry.cache.caption_keys import drawn_caption, num_captions, one_caption
 from latentry.cache.index.packed_index import PackedIndex
 from latentry.cache.index.rows import LazyRows, Rows
-from latentry.cache.packed_format import PackedEntry, RowLocation
+from latentry.cache.packed_format import PackedEntry, RowLocation, caption_of_part, text_part
 from latentry.cache.read.batch_buffers import BatchBuffers
 from latentry.cache.read.columns import Column, Columns
 from latentry.cache.read.fields import FileFields, with_row_values
@@ -70,27 +71,40 @@ class PackedSamples:
     def load(self, row: int) -> dict[str, Any]:
         row = self._row(row)
         entry = self._index.entry(row)
-        tensors = self._read_tensors([row], [entry], frozenset(), ReadResources(threads=ReadThreads(1)))
+        resources = ReadResources(threads=ReadThreads(1))
+        tensors = self._read_tensors([row], [entry], frozenset(), resources)
         return entry.dictionary(self._index.row(row), {name: column[0] for name, column in tensors.items()})
 
     def read(
-        self, rows: Sequence[int], fields: FileFields, resources: ReadResources | None = None
+        self,
+        rows: Sequence[int],
+        fields: FileFields,
+        resources: ReadResources | None = None,
+        draws: Sequence[int | None] | None = None,
     ) -> Columns:
         numbers = [self._row(row) for row in rows]
         entries = [self._index.entry(number) for number in numbers]
-        tensors = self._read_tensors(numbers, entries, fields.unserved, resources or ReadResources())
+        captions: list[int] = []
         values: dict[str, list[Any]] = {}
         unserved = fields.unserved
         for i, (row, entry, number) in enumerate(zip(rows, entries, numbers, strict=True)):
             written = self._index.row(number)
             contents = entry.dictionary(written, {})
             given = written if isinstance(self._rows, LazyRows) else self._rows[row]
-            for name, value in with_row_values(contents, given, fields).items():
+            contents = with_row_values(contents, given, fields)
+            if not fields.all_captions:
+                draw = None if draws is None else draws[i]
+                captions.append(drawn_caption(draw, entry.name, given, num_captions(contents)))
+                contents = one_caption(contents, captions[i])
+            for name, value in contents.items():
                 if name in unserved or value is None:
                     continue
                 if name not in values:
                     values[name] = [None] * len(rows)
                 values[name][i] = value
+        tensors = self._read_tensors(
+            numbers, entries, fields.unserved, resources or ReadResources(), captions
+        )
         folder = str(self._shards.cache_dir)
         values["cache_file"] = [
             f"{folder}/{entry.locations['latents'].file}" if "latents" in entry.locations else None
@@ -104,17 +118,24 @@ class PackedSamples:
         entries: Sequence[PackedEntry],
         unserved: Collection[str],
         resources: ReadResources,
+        captions: Sequence[int] | None = None,
     ) -> dict[str, Column]:
-        """All tensors of these rows but the unserved ones. A part is read as a whole if it holds one that is served."""
+        """All tensors of these rows but the unserved ones. A part is read as a whole if it holds one that is served.
+
+        ``captions`` says for each row which caption is read. By default all are.
+        """
         buffers = BatchBuffers(len(numbers), resources.buffers)
         reads: list[Callable[[], None]] = []
         num_bytes = 0
         for part in sorted(self._index.parts):
+            if captions and caption_of_part(part):
+                continue
             for i, entry in enumerate(entries):
-                location = entry.locations.get(part)
+                chosen = text_part(captions[i]) if captions and part == "text" else part
+                location = entry.locations.get(chosen)
                 if location is not None and any(layout.name not in unserved for layout in location.tensors):
-                    memory = row_buffers(i, location, unserved, buffers)
-                    reads.append(partial(self._fill, numbers[i], part, location, memory))
+                    memory = row_buffers(i, location, unserved, buffers, caption_of_part(part))
+                    reads.append(partial(self._fill, numbers[i], chosen, location, memory))
                     num_bytes += location.num_bytes
         resources.threads.run(reads, num_bytes)
         return buffers.columns()

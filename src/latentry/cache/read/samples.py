@@ -32,7 +32,11 @@ class Samples(Protocol):
         """Everything that is stored of a sample, as a cache file would hold it."""
 
     def read(
-        self, rows: Sequence[int], fields: FileFields, resources: ReadResources | None = None
+        self,
+        rows: Sequence[int],
+        fields: FileFields,
+        resources: ReadResources | None = None,
+        draws: Sequence[int | None] | None = None,
     ) -> Columns:
         """Several samples, and each sample's path as ``cache_file``. Tensors are as they are stored. Plain values are
         those of the rows, where rows have them.
@@ -41,6 +45,8 @@ class Samples(Protocol):
             rows: The samples' row numbers.
             fields: What is served. Everything is read but the fields that are known not to be served.
             resources: Memory and threads to read with; new ones by default.
+            draws: A number for each sample, which decides the caption that is read of several. None reads the first
+                caption.
         """
 
 
