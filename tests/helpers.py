@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 
 import latentry
 from latentry.buckets import MultiTierBucketCalculator
@@ -152,3 +153,27 @@ def run_main(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[in
         status = exit_.code or 0
     captured = capsys.readouterr()
     return status, captured.out, captured.err
+
+
+CAPTION_LISTS = {
+    "a.jpg": ["a one", "a two", "a three"],
+    "b.jpg": ["b one"],
+    "c.jpg": ["c one", "c two"],
+    "d.jpg": ["d one", "a two", "d three"],
+    "e.jpg": [""],
+    "f.jpg": ["f one", "f two", "f three"],
+    "g.jpg": ["g one", "g two"],
+}
+"""The captions of each image in ``make_captioned_images``."""
+
+
+def make_captioned_images(folder: Path, captions: dict[str, list[str]] = CAPTION_LISTS) -> Path:
+    """Small images in two shapes, each with a text file that has one caption per line."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for number, (name, lines) in enumerate(captions.items()):
+        generator = torch.Generator().manual_seed(number)
+        shape = (128, 64, 3) if number % 2 else (64, 128, 3)
+        pixels = torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8)
+        Image.fromarray(pixels.numpy()).save(folder / name)
+        (folder / name).with_suffix(".txt").write_text("\n".join(lines))
+    return folder

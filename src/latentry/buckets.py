@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from latentry.crops import Seed, choose_window, image_from_array, require_positive
-from latentry.errors import ConfigError
+from latentry.errors import ConfigError, NoSuchBucketError
 from latentry.extras import require_extra
 
 if TYPE_CHECKING:
@@ -225,10 +225,10 @@ class MultiTierBucketCalculator:
             bucket_id: The ``id`` of a bucket of this calculator.
 
         Raises:
-            ConfigError: There is no such bucket.
+            NoSuchBucketError: There is no such bucket. It is a ``ConfigError`` and an ``IndexError``.
         """
         if bucket_id not in self._buckets_by_id:
-            raise ConfigError(
+            raise NoSuchBucketError(
                 f"there is no bucket {bucket_id}; there are {', '.join(map(str, self._buckets_by_id))}"
             )
         return self._buckets_by_id[bucket_id]

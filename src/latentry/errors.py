@@ -5,6 +5,7 @@ situation, ours inherits from it too, so code that catches the built-in class ke
 
     LatentryError
     ├── ConfigError (ValueError)                     an argument, flag or YAML field has an invalid value
+    │   └── NoSuchBucketError (IndexError)           there is no bucket with this id
     ├── StateError (ValueError)                      a sampler or loader state is malformed or does not match
     ├── MediaError (ValueError)                      an image or video cannot be read
     ├── ModelError                                   a model's files are missing or unusable
@@ -24,6 +25,10 @@ class LatentryError(Exception):
 
 class ConfigError(LatentryError, ValueError):
     """An argument, flag or configuration field has an invalid value."""
+
+
+class NoSuchBucketError(ConfigError, IndexError):
+    """There is no bucket with this id."""
 
 
 class StateError(LatentryError, ValueError):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 
 class Bucket(NamedTuple):
@@ -73,11 +74,19 @@ class SourceFile:
 
 @dataclass(frozen=True, slots=True)
 class Caption:
-    """The text that describes a sample, and where it was found."""
+    """The texts that describe a sample, and where they were found."""
 
     text: str
+    """The first text. Most samples have only one."""
     source: str
-    """``sidecar``, ``txt``, ``jsonl``, ``meta_json`` or ``file name``."""
+    """``sidecar``, ``txt``, ``jsonl``, ``csv``, ``meta_json``, ``file name`` or ``empty``."""
+    more: tuple[str, ...] = ()
+    """Further texts. The loader takes one of all texts in each epoch."""
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """All texts."""
+        return (self.text, *self.more)
 
 
 class Window(NamedTuple):
@@ -111,6 +120,9 @@ class PlannedSample:
     """How many samples the file gives."""
     window: Window | None = None
     """The part of the video, where it is not the whole or its beginning."""
+    stored_row: Mapping[str, Any] | None = field(default=None, compare=False)
+    """The sample's row in the cache, as it is written, if only its captions have changed. Everything else is then
+    taken from the cache."""
 
     @property
     def name(self) -> str:
@@ -151,6 +163,24 @@ class Task:
     """Whether these samples failed in an earlier run. Failing again does not count towards stopping the run."""
     num_finished: int = 0
     """How many of the first samples the checkpoint of an interrupted run has."""
+
+    @property
+    def captions_only(self) -> bool:
+        """Whether all samples are in the cache except for their captions."""
+        return self.samples[0].stored_row is not None
+
+
+HUNYUAN = "hunyuan"
+
+
+def model_family(model_type: str) -> str:
+    """One name for what tools call differently: ``model_family("hunyuanvideo")`` is ``"hunyuan"``.
+
+    Args:
+        model_type: The ``model_type`` or the ``processor`` of a cache, or that of a loader.
+    """
+    name = model_type.lower()
+    return HUNYUAN if name.startswith(HUNYUAN) else name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import assert_same_batches, assert_same_items
+from helpers import assert_same_batches, assert_same_items, edit_json
 
 import latentry
 from latentry.cache.convert import convert_cache
@@ -149,6 +149,10 @@ def test_plain_fields_stored_as_tensors(tmp_path, packed_form):
         data = torch.load(path, weights_only=True)
         data |= {"original_resolution": torch.tensor([7, 8]), "aspect_ratio": torch.tensor(2.5)}
         torch.save(data, path)
+    edit_json(
+        cache / "metadata_shard_0000.json",
+        lambda rows: [row.pop(key) for row in rows for key in ("original_resolution", "aspect_ratio")],
+    )
     if packed_form:
         convert_cache(cache, tmp_path / "packed")
         cache = tmp_path / "packed"

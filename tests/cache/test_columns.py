@@ -10,8 +10,9 @@ from helpers import assert_same_items
 
 from latentry.buckets import aspect_name
 from latentry.cache.index import open_index
+from latentry.cache.read.checks import image_columns, video_columns
 from latentry.cache.read.columns import Columns
-from latentry.cache.read.fields import IMAGE_FIELDS, VIDEO_FIELDS, image_columns, video_columns
+from latentry.cache.read.fields import IMAGE_FIELDS, IMAGE_TOKEN_FIELDS, VIDEO_FIELDS
 from latentry.cache.read.samples import open_samples
 from latentry.errors import CacheFileError
 from latentry.serve.dataset import TextToImageDataset
@@ -45,9 +46,9 @@ def test_reader_returns_the_fields_as_stored(both, form):
     index = open_index(both[form], aspect_name)
     samples = open_samples(both[form], index)
     rows = [int(row) for row in index.rows_by_bucket()[0][:3]]
-    columns = samples.read(rows, {"latent", "prompt", "clip_tokens", "nothing"})
-    assert set(columns.tensors) == {"latent", "clip_tokens"}
-    assert set(columns.values) == {"prompt", "cache_file"}
+    columns = samples.read(rows, IMAGE_TOKEN_FIELDS)
+    assert set(columns.tensors) == {"latent", "clip_tokens", "t5_tokens"}
+    assert set(columns.values) == {*IMAGE_TOKEN_FIELDS.values, "cache_file"}
     assert columns.tensors["clip_tokens"].shape == (3, 1, 5), "with its leading dimension of 1"
     for i, row in enumerate(rows):
         assert torch.equal(columns.tensors["latent"][i], samples.load(row)["latent"])
@@ -60,21 +61,19 @@ def test_reader_returns_the_fields_as_stored(both, form):
 def test_checks_give_what_the_dataset_serves(both, form):
     index = open_index(both[form], aspect_name)
     samples = open_samples(both[form], index)
-    checked = image_columns(samples.read([4], IMAGE_FIELDS.names), [index.bucket(4)], IMAGE_FIELDS)
+    checked = image_columns(samples.read([4], IMAGE_FIELDS), [index.bucket(4)], IMAGE_FIELDS)
     assert_same_items(checked.items()[0], TextToImageDataset(both[form])[4])
     other = next(key.bucket for key in index.bucket_keys if key.bucket != index.bucket(4))
     with pytest.raises(CacheFileError, match=r"latent has shape .* not a scaled-down"):
-        image_columns(samples.read([4], IMAGE_FIELDS.names), [other], IMAGE_FIELDS)
-    with pytest.raises(CacheFileError, match="has no latent; it has prompt"):
-        image_columns(samples.read([4], {"prompt"}), [index.bucket(4)], IMAGE_FIELDS)
-    with pytest.raises(CacheFileError, match="has no video_latents; it has aspect_ratio"):
-        video_columns(samples.read([4], VIDEO_FIELDS.names), [index.bucket(4)], VIDEO_FIELDS)
+        image_columns(samples.read([4], IMAGE_FIELDS), [other], IMAGE_FIELDS)
+    with pytest.raises(CacheFileError, match="has no video_latents; it has latent, "):
+        video_columns(samples.read([4], VIDEO_FIELDS), [index.bucket(4)], VIDEO_FIELDS)
 
 
 def test_checks_of_videos(tmp_path):
     cache = make_video_cache(tmp_path, {(128, 64, 9): 2})
     index = open_index(cache, aspect_name)
-    raw = open_samples(cache, index).read([0, 1], VIDEO_FIELDS.names)
+    raw = open_samples(cache, index).read([0, 1], VIDEO_FIELDS)
     checked = video_columns(raw, [index.bucket(0)] * 2, VIDEO_FIELDS)
     assert {name: tuple(column.shape) for name, column in checked.tensors.items()} == {
         "video_latents": (2, 4, 3, 8, 16),

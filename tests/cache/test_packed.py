@@ -235,7 +235,7 @@ def test_metadata_that_does_not_fit_the_index(both, caplog):
     path = both[1] / "metadata.json"
     metadata = json.loads(path.read_text())
     for change, says in (
-        ({"version": 3}, "has version 3; this release reads version 2"),
+        ({"version": 4}, "has version 4; this release reads versions 2 and 3"),
         ({"index": "../index.arrow"}, "leads outside"),
         ({"index": "gone.arrow"}, "is missing"),
         ({"parts": ["latents"]}, "is not the index that metadata.json describes"),

@@ -104,7 +104,7 @@ def test_processors_are_listed(capsys):
     status, out, _ = run_main(capsys, "processors")
     assert status == 0
     lines = out.splitlines()
-    assert [line.split()[0] for line in lines] == ["name", "tiny", "flux", "wan", "hunyuan"]
+    assert [line.split()[0] for line in lines] == ["name", "tiny", "flux", "wan", "wan2.2", "hunyuan"]
     assert "black-forest-labs/FLUX.1-dev" in out
     assert run_main(capsys, "--list_processors")[1] == out
 

@@ -17,10 +17,11 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import PACKED, SMALL, stopped_after
+from PIL import Image
 
 from latentry import Recipe, VideoOptions, prepare
 from latentry.cache.write import packed_writer
-from latentry.encode import caption_batches
+from latentry.encode import caption_batches, pipeline, plan
 from latentry.processors.tiny import TinyProcessor
 from latentry.serve.dataset import TextToImageDataset
 from latentry.testing import assert_same_cache, make_counter_clip
@@ -30,16 +31,17 @@ FORMATS = ["pt", "meta", "safetensors", "packed"]
 
 
 @pytest.fixture
-def pictures(photos, tmp_path) -> Path:
-    """Forty pictures in one bucket, so in one task; captions repeat, and two files cannot be read."""
+def pictures(tmp_path) -> Path:
+    """Forty pictures in one bucket, so in one task. The first twelve are equal, captions repeat, and two files cannot
+    be read."""
     folder = tmp_path / "pictures"
     folder.mkdir()
-    whole = (photos / "space" / "astronaut.jpg").read_bytes()
     for i in range(NUM_PICTURES):
-        (folder / f"{i:03d}.jpg").write_bytes(whole)
+        Image.effect_noise((300, 300), 50 + i).save(folder / f"{i:03d}.jpg")
         (folder / f"{i:03d}.txt").write_text(f"caption {i % 7}")
-    for i in (3, 11):
-        (folder / f"{i:03d}.jpg").write_bytes(whole[:20_000])
+    whole = (folder / "000.jpg").read_bytes()
+    for i in range(12):
+        (folder / f"{i:03d}.jpg").write_bytes(whole[:20_000] if i in (3, 11) else whole)
     return folder
 
 
@@ -77,9 +79,9 @@ def test_interrupted_task_continues(pictures, tmp_path, small_shards, monkeypatc
     num_saved = 0
     for after in (9, 7, 10):
         num_reported = interrupted(run, after, cache)
-        plan = run(output_dir=cache, dry_run=True)
-        assert 0 <= plan.num_already_done - num_saved - num_reported < 3, "the rest of a batch"
-        num_saved = plan.num_already_done
+        planned = run(output_dir=cache, dry_run=True)
+        assert 0 <= planned.num_already_done - num_saved - num_reported < 3, "the rest of a batch"
+        num_saved = planned.num_already_done
     resumed = run(output_dir=cache)
     assert resumed.num_already_done == num_saved > 20
     assert resumed.num_encoded == NUM_PICTURES - 2 - num_saved
@@ -110,6 +112,25 @@ def test_resumed_task_forms_the_same_batches(pictures, tmp_path, monkeypatch):
     assert 0 < len(pixels) < 6
     captions = [call for call in calls if isinstance(call, tuple)]
     assert set(captions) <= {call for call in undisturbed if isinstance(call, tuple)}
+
+
+@pytest.mark.parametrize("recipe", [SMALL, PACKED], ids=["files", "packed"])
+def test_interrupted_while_batches_are_on_the_device(pictures, tmp_path, small_shards, monkeypatch, recipe):
+    """As on a GPU, whose results come two batches later, across the ends of tasks."""
+    due = pipeline._first_is_due
+    monkeypatch.setattr(pipeline, "_first_is_due", lambda queued, _: due(queued, 2))
+    monkeypatch.setattr(plan, "task_size_of", lambda *_: lambda bucket: 14)
+    monkeypatch.setattr("latentry.encode.prepare.task_size_of", lambda *_: lambda bucket: 14)
+    run = partial(prepare, recipe, image_dir=pictures, batch_size=2, checkpoint_interval_s=0)
+    run(output_dir=tmp_path / "undisturbed")
+    num_saved = 0
+    for after in (9, 4, 6):
+        num_reported = interrupted(run, after, tmp_path / "cache")
+        planned = run(output_dir=tmp_path / "cache", dry_run=True)
+        assert planned.num_already_done >= num_saved + num_reported
+        num_saved = planned.num_already_done
+    assert run(output_dir=tmp_path / "cache").num_already_done == num_saved
+    assert_same_cache(tmp_path / "cache", tmp_path / "undisturbed")
 
 
 @pytest.mark.parametrize("recipe", [SMALL, PACKED], ids=["files", "packed"])
@@ -175,18 +196,24 @@ import json, sys, time
 from latentry import Recipe, VideoOptions, prepare
 from latentry.cache.write import packed_writer
 from latentry.cli import _stop_at_sigterm
+from latentry.encode import plan
 from latentry.processors.tiny import TinyProcessor
-packed_writer.TARGET_SHARD_BYTES, packed_writer.MIN_SHARD_BYTES = 80_000, 40_000
 options = json.loads(sys.argv[1])
-def slow(progress):
+packed_writer.TARGET_SHARD_BYTES, packed_writer.MIN_SHARD_BYTES = 80_000, 40_000
+plan.TASK_SIZE = 14
+encode = TinyProcessor.encode_pixels
+def slow(self, *arguments):
+    time.sleep(options["pause_s"])
+    return encode(self, *arguments)
+TinyProcessor.encode_pixels = slow
+def show(progress):
     if progress.phase == "encode":
-        time.sleep(options["pause_s"])
         print(progress.done, flush=True)
 if __name__ == "__main__":
     video = options["recipe"].pop("video")
     recipe = Recipe(**options["recipe"], video=VideoOptions(**video) if video else None)
     with _stop_at_sigterm():
-        result = prepare(recipe, **options["arguments"], on_progress=slow)
+        result = prepare(recipe, **options["arguments"], on_progress=show)
     print(json.dumps({"encoded": result.num_encoded, "done": result.num_already_done}))
 """
 
@@ -248,8 +275,9 @@ assert VideoOptions(**CLIPS["video"]) != VideoOptions(**FRAMES["video"])
     ids=["images-pt", "images-packed", "clips-safetensors", "clips-packed", "frames-packed", "frames-meta"],
 )
 def test_stopped_process_continues_in_its_task(
-    pictures, clips, tmp_path, small_shards, number, recipe, output_format
+    pictures, clips, tmp_path, small_shards, monkeypatch, number, recipe, output_format
 ):
+    monkeypatch.setattr(plan, "TASK_SIZE", 14)
     recipe = {**recipe, "output_format": output_format}
     inputs = {"video_dir": str(clips)} if recipe["video"] else {"image_dir": str(pictures)}
     arguments = {**inputs, "batch_size": 2, "checkpoint_interval_s": 0}
@@ -262,6 +290,7 @@ def test_stopped_process_continues_in_its_task(
     process.send_signal(number)
     process.communicate(timeout=60)
     num_saved = saved_samples(tmp_path / "cache")
+    assert 0 < num_saved < 14
     assert num_saved >= num_seen - 2 - 2, "two of them are failures, and two are a batch"
     resumed = finish(start({**options, "pause_s": 0}, tmp_path / "run.py"))
     assert resumed["done"] == num_saved
@@ -274,10 +303,13 @@ def test_stopped_process_continues_in_its_task(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_workers_save_before_they_stop(pictures, tmp_path, number):
+@pytest.mark.parametrize("recipe", [SMALL, PACKED], ids=["files", "packed"])
+def test_workers_save_before_they_stop(pictures, tmp_path, small_shards, monkeypatch, recipe, number):
     """With the usual interval, so that only the stop makes checkpoints."""
+    monkeypatch.setattr(plan, "TASK_SIZE", 14)
     arguments = {"image_dir": str(pictures), "output_dir": str(tmp_path / "cache"), "devices": "cpu,cpu"}
-    options = {"recipe": {**IMAGES, "output_format": "packed"}, "arguments": arguments, "pause_s": 0.3}
+    chosen = {**IMAGES, "output_format": recipe.output_format}
+    options = {"recipe": chosen, "arguments": arguments, "pause_s": 0.3}
     process = start(options, tmp_path / "run.py")
     assert process.stdout is not None
     while int(process.stdout.readline() or pytest.fail(process.communicate()[1])) < 7:
@@ -286,17 +318,18 @@ def test_workers_save_before_they_stop(pictures, tmp_path, number):
     _, errors = process.communicate(timeout=60)
     assert "KeyboardInterrupt" in errors.splitlines()[-1]
     assert errors.count("Traceback") == 1, f"only the calling process reports the interruption: {errors}"
-    assert saved_samples(tmp_path / "cache") >= 7 - 2
-    resumed = prepare(PACKED, image_dir=pictures, output_dir=tmp_path / "cache")
-    assert resumed.num_already_done >= 7 - 2
-    prepare(PACKED, image_dir=pictures, output_dir=tmp_path / "undisturbed")
+    assert list((tmp_path / "cache" / ".latentry" / "commits").glob("*.checkpoint.json"))
+    num_saved = saved_samples(tmp_path / "cache")
+    assert 7 - 2 - 1 <= num_saved < NUM_PICTURES - 2
+    resumed = prepare(recipe, image_dir=pictures, output_dir=tmp_path / "cache")
+    assert resumed.num_already_done == num_saved
+    prepare(recipe, image_dir=pictures, output_dir=tmp_path / "undisturbed")
     assert_same_cache(tmp_path / "cache", tmp_path / "undisturbed")
 
 
 def test_time_decides_when_a_checkpoint_is_written(pictures, tmp_path, monkeypatch):
     """With a clock that moves by ten seconds a batch: the third batch would end after the interval."""
     from latentry.cache.write.workspace import Workspace
-    from latentry.encode import pipeline
 
     clock = iter(range(0, 10_000, 10))
     monkeypatch.setattr(pipeline.time, "monotonic", lambda: float(next(clock)))

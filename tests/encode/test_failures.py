@@ -103,7 +103,7 @@ def test_recipe_names_the_allowed_values():
         ({"crop_mode": "left"}, "crop_mode 'left'"),
         ({"dtype": "int8"}, "dtype 'int8'"),
         ({"output_format": "zip"}, "output_format 'zip'"),
-        ({"caption_format": "csv"}, "caption_format 'csv'"),
+        ({"caption_format": "xml"}, "caption_format 'xml'"),
         ({"max_pixels": -1}, "max_pixels is -1"),
     ):
         with pytest.raises(ConfigError, match=says):

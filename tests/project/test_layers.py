@@ -16,13 +16,15 @@ SOURCE = Path(latentry.__file__).parent
 
 LAYERS = [
     "errors", "counted", "extras", "types", "seeds", "hardware", "storage", "crops", "buckets",
-    "cache.packed_format", "cache.locator", "cache.format", "cache.torch_zip", "cache.index", "cache.read", "cache.latent_checks",
-    "cache.write", "cache.convert", "cache.verify",
-    "serve.order", "serve.epoch_order", "serve.sampler_state", "serve.progress", "serve.sampler", "serve.collate",
+    "cache.caption_keys", "cache.packed_format", "cache.locator", "cache.format", "cache.torch_zip", "cache.index", "cache.read",
+    "cache.latent_checks", "cache.write", "cache.convert", "cache.verify",
+    "serve.row_numbers", "serve.sample_index", "serve.order", "serve.epoch_order", "serve.sampler_state", "serve.progress",
+    "serve.sampler", "serve.all_captions", "serve.stacking", "serve.collate",
     "serve.dataset", "serve.accelerate_hooks", "serve.loader", "serve.dataloader_build", "serve.shape_buckets",
     "serve.meta_files", "serve.mock", "serve.config", "serve.yaml_config",
-    "sources", "media", "processors.fused", "processors", "encode.sizes", "encode.recipe", "encode.repeats", "encode.plan", "encode.device",
-    "encode.caption_batches", "encode.running_task", "encode.read_ahead", "encode.batch_encoder", "encode.pipeline", "engines", "report",
+    "sources", "media", "processors.fused", "processors", "encode.sizes", "encode.recipe", "encode.repeats",
+    "encode.held_samples", "encode.plan", "encode.device", "encode.caption_batches", "encode.running_task",
+    "encode.stored_tensors", "encode.read_ahead", "encode.batch_encoder", "encode.pipeline", "engines", "report",
     "encode.decode_check", "encode.verify", "encode.prepare", "testing", "demo", "cli",
     "__main__", "_old_names",
 ]  # fmt: skip

@@ -1,12 +1,14 @@
 from __future__ import annotations
 
+import json
 import pickle
 
 import pytest
 import torch
 
+from latentry.cache.convert import convert_cache
 from latentry.cache.read.columns import Columns
-from latentry.errors import CacheFileError, ConfigError
+from latentry.errors import CacheFileError, ConfigError, MetadataError
 from latentry.serve.dataset import BaseMultiresolutionDataset, TextToImageDataset, TextToVideoDataset
 from latentry.testing import make_image_cache, make_video_cache
 
@@ -188,3 +190,72 @@ def test_a_mixin_that_overrides_items_is_honoured_in_batches(nemo_image_cache):
     assert dataset.has_own_items
     assert [item["prompt"] for item in dataset.__getitems__([0, 1])] == [dataset[i]["prompt"] for i in (0, 1)]
     assert dataset[0]["prompt"].isupper()
+
+
+# ---- subclasses that load their own rows ----------------------------------------------------
+
+
+class ReturnsRows(TextToImageDataset):
+    def _load_metadata(self):
+        return [row for row in super()._load_metadata() if row["bucket_id"] == 2]
+
+
+class AssignsRows(TextToImageDataset):
+    def _load_metadata(self):
+        super()._load_metadata()
+        self.metadata = [row for row in self.metadata if row["bucket_id"] == 2]
+
+
+class ReadsRows(TextToImageDataset):
+    """Does not need ``metadata.json``."""
+
+    def _load_metadata(self):
+        rows = [
+            row
+            for shard in sorted(self.cache_dir.glob("metadata_shard_*.json"))
+            for row in json.loads(shard.read_text())
+        ]
+        return [{**row, "prompt": row["prompt"].upper()} for row in rows if row["bucket_id"] == 2]
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("kind", [ReturnsRows, AssignsRows])
+def test_a_subclass_chooses_rows_while_loading(nemo_image_cache, tmp_path, kind, packed):
+    if packed:
+        convert_cache(nemo_image_cache, tmp_path / "packed")
+        nemo_image_cache = tmp_path / "packed"
+    dataset = kind(nemo_image_cache)
+    assert len(dataset) == len(dataset.metadata) == 2
+    assert dataset.sorted_bucket_keys == [("square", (256, 256))]
+    assert [item["prompt"] for item in dataset] == ["photo 02", "a test pattern number 3"]
+    copy = pickle.loads(pickle.dumps(dataset))
+    assert [copy[i]["prompt"] for i in range(2)] == ["photo 02", "a test pattern number 3"]
+
+
+@pytest.mark.parametrize("with_metadata", [True, False])
+def test_a_subclass_reads_its_own_rows(nemo_image_cache, with_metadata):
+    if not with_metadata:
+        (nemo_image_cache / "metadata.json").unlink()
+    dataset = ReadsRows(nemo_image_cache)
+    assert [item["prompt"] for item in dataset] == ["PHOTO 02", "A TEST PATTERN NUMBER 3"]
+    assert dataset.bucket_groups["square", (256, 256)]["indices"] == [0, 1]
+    copy = pickle.loads(pickle.dumps(dataset))
+    assert copy[0]["prompt"] == "PHOTO 02"
+
+
+def test_a_subclass_whose_rows_are_wrong(nemo_image_cache):
+    class Wrong(TextToImageDataset):
+        def _load_metadata(self):
+            return [{"cache_file": "a.pt", "bucket_resolution": "large"}]
+
+    with pytest.raises(MetadataError, match="the rows given for"):
+        Wrong(nemo_image_cache)
+
+
+def test_a_subclass_that_loads_nothing(nemo_image_cache):
+    class Nothing(TextToImageDataset):
+        def _load_metadata(self):
+            return None
+
+    with pytest.raises(ConfigError, match=r"Nothing\._load_metadata returned no rows and assigned none"):
+        Nothing(nemo_image_cache)

@@ -84,7 +84,7 @@ def test_samples_of_different_shapes_are_named(tmp_path):
     cache = make_image_cache(tmp_path, {(256, 256): 2})
     odd = sorted(cache.glob("256x256/*.pt"))[0]
     data = torch.load(odd, weights_only=True)
-    torch.save({**data, "prompt_embeds": torch.zeros(1, 9, 8)}, odd)
+    torch.save({**data, "prompt_embeds": torch.zeros(1, 7, 9)}, odd)
     loader, _ = build_images(cache_dir=cache, batch_size=2, num_workers=0)
     with pytest.raises(CacheFileError, match=rf"{odd.name}.*prompt_embeds|prompt_embeds.*{odd.name}"):
         list(loader)

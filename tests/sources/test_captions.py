@@ -9,21 +9,6 @@ from latentry.sources.captions import CaptionFinder
 from latentry.types import Caption
 
 
-@pytest.fixture
-def folder(tmp_path):
-    def write(name, content):
-        path = tmp_path / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if name.endswith(".jsonl"):
-            content = "\n".join(line if isinstance(line, str) else json.dumps(line) for line in content)
-        elif not isinstance(content, str):
-            content = json.dumps(content)
-        path.write_text(content, encoding="utf-8")
-
-    write.root = tmp_path
-    return write
-
-
 def find(folder, name, **options):
     finder = CaptionFinder(folder.root, **options)
     return finder.find(name), finder
@@ -100,7 +85,6 @@ def test_meta_json(folder, wrap, key):
         ("a.json", "null", "has no text under 'caption'"),
         ("a.json", "[" * 100_000, "is not valid JSON"),
         ("a.json", '{"caption": "\\ud83d"}', "has an incomplete character"),
-        ("a.txt", "  \n", "is empty"),
         (
             "list.jsonl",
             ["{broken", {"file_name": "b.jpg", "internvl": "b"}],
@@ -137,5 +121,5 @@ def test_text_that_is_not_utf8(folder):
 
 
 def test_unknown_format(tmp_path):
-    with pytest.raises(ConfigError, match="'csv'; choose one of auto, sidecar, txt, jsonl, meta_json"):
-        CaptionFinder(tmp_path, "csv")
+    with pytest.raises(ConfigError, match="'xml'; choose one of auto, sidecar, txt, jsonl, csv, meta_json"):
+        CaptionFinder(tmp_path, "xml")

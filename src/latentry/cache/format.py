@@ -16,7 +16,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from latentry.cache.locator import FileLocator, split_path
-from latentry.cache.packed_format import PACKED_VERSION, PackedEntry, PackedHeader
+from latentry.cache.packed_format import READABLE_VERSIONS, PackedEntry, PackedHeader
 from latentry.errors import CacheNotFoundError, MetadataError
 from latentry.storage import path_inside
 from latentry.types import Bucket, Window
@@ -62,6 +62,9 @@ class Row(IndexRow, kw_only=True, omit_defaults=True):
     video_path: str | None = None
     original_resolution: tuple[int, int] | None = None
     prompt: str | None = None
+    """The caption, or the first one."""
+    prompts: tuple[str, ...] | None = None
+    """All captions, if there are several."""
     bucket_id: int | UnsetType | None = UNSET
     pixels: int | None = None
     model_type: str | None = None
@@ -146,7 +149,7 @@ class Row(IndexRow, kw_only=True, omit_defaults=True):
 
 _ROW_KEYS = (
     "cache_file", "image_path", "video_path", "bucket_resolution", "crop_resolution", "original_resolution",
-    "num_frames", "prompt", "bucket_id", "aspect_ratio", "pixels", "model_type", "frame_index",
+    "num_frames", "prompt", "prompts", "bucket_id", "aspect_ratio", "pixels", "model_type", "frame_index",
     "total_frames_extracted", "source_frame_index", "window_index", "num_windows", "window_start_s", "window_frames",
     "sample_name", "repeat", "caption_source", "source_name", "source_bytes", "source_modified_ns",
     "source_digest", "damage", "file_bytes", "file_digest", "packed",
@@ -203,6 +206,8 @@ class CacheMetadata(msgspec.Struct, kw_only=True, omit_defaults=True):
     fingerprint: str | None = None
     """Identifies the recipe."""
     format_version: int | None = None
+    max_captions: int | None = None
+    """The largest number of captions of a sample, if it is more than 1."""
     packed: PackedHeader | None = None
     """Set where samples are stored in shards."""
     other: Json = msgspec.field(default_factory=dict)
@@ -262,15 +267,22 @@ def read_metadata(cache_dir: Path) -> CacheMetadata:
 
 def _decode_metadata(content: bytes) -> CacheMetadata:
     versions = msgspec.json.decode(content, type=WrittenNames)
-    if versions.packed is not None and versions.packed.version != PACKED_VERSION:
+    if versions.packed is not None and versions.packed.version not in READABLE_VERSIONS:
+        readable = " and ".join(map(str, READABLE_VERSIONS))
         raise msgspec.ValidationError(
-            f"the packed index has version {versions.packed.version}; this release reads version {PACKED_VERSION}"
+            f"the packed index has version {versions.packed.version}; this release reads versions {readable}"
         )
     return _from_dict(msgspec.json.decode(content, type=Json), CacheMetadata, _METADATA_KEYS)
 
 
+CAPTION_CHOICES = {"caption_format": "auto", "caption_field": None}
+"""The fields of a recipe that only decide which captions are found, with their default values. A recorded recipe has
+them, but they do not count: each row has its captions, and a sample whose captions changed is encoded again."""
+
+
 def recipe_fingerprint(recipe: Mapping[str, Any]) -> str:
-    """Identifies a resolved recipe as it is recorded in a cache."""
+    """Identifies a resolved recipe as it is recorded in a cache. Which captions are found does not count."""
+    recipe = {name: CAPTION_CHOICES.get(name, value) for name, value in recipe.items()}
     return hashlib.blake2b(json.dumps(recipe, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 

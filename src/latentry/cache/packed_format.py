@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -17,10 +18,14 @@ import pyarrow as pa
 import torch
 import xxhash
 
+from latentry.cache.caption_keys import caption_key, split_caption_key
 from latentry.errors import MetadataError
 
 PACKED_VERSION = 2
 """Version of the index of a packed cache, and of its description in ``metadata.json``."""
+CAPTIONS_VERSION = 3
+"""The version if samples have several captions. It is the same otherwise."""
+READABLE_VERSIONS = (PACKED_VERSION, CAPTIONS_VERSION)
 ALIGNMENT = 64
 """Byte alignment of shard rows and of the buffers that batches are read into; ``torch.save`` uses the same. Some CPUs
 copy five times slower between addresses whose offsets within a page differ by less than 32."""
@@ -28,7 +33,10 @@ copy five times slower between addresses whose offsets within a page differ by l
 PARTS = ("latents", "text", "frames")
 """The parts of a sample that are stored in separate shards: what every sample has for itself, what samples with
 the same caption share, and what training does not read."""
-_LATENT_FIELDS = frozenset({"latent", "video_latents", "image_embeds"})
+_FURTHER_CAPTION = re.compile(r"text_([1-9]\d{0,5})")
+"""The part of a further caption. It has its own columns in the index. Its shard rows are in the shards of the part
+``text``, with the same tensor names as those of first captions, so that equal captions share one."""
+_LATENT_FIELDS = frozenset({"latent", "video_latents", "image_embeds", "audio_latents"})
 _FRAME_FIELDS = frozenset({"first_frame"})
 
 SAFETENSORS_DTYPES = {
@@ -44,7 +52,27 @@ def part_of(tensor_name: str) -> str:
     """The part of a sample that a tensor belongs to: ``part_of("first_frame")`` is ``"frames"``."""
     if tensor_name in _LATENT_FIELDS:
         return "latents"
-    return "frames" if tensor_name in _FRAME_FIELDS else "text"
+    if tensor_name in _FRAME_FIELDS:
+        return "frames"
+    return text_part(split_caption_key(tensor_name)[1])
+
+
+def text_part(caption: int) -> str:
+    """The part with the tensors of a caption: ``text`` for the first one, then ``text_1`` and so on."""
+    return f"text_{caption}" if caption else "text"
+
+
+def caption_of_part(part: str) -> int:
+    """The number of the caption whose tensors the part has; 0 for parts that all captions share."""
+    match = _FURTHER_CAPTION.fullmatch(part)
+    return int(match[1]) if match else 0
+
+
+def in_order(parts: Iterable[str]) -> list[str]:
+    """Parts in the order of their columns: as in ``PARTS``, then further captions."""
+    return sorted(
+        set(parts), key=lambda part: (caption_of_part(part), PARTS.index(part) if part in PARTS else 0)
+    )
 
 
 def checksum(parts: Iterable[Any]) -> int:
@@ -135,7 +163,11 @@ class PackedEntry(msgspec.Struct, frozen=True):
 
     @property
     def tensor_names(self) -> frozenset[str]:
-        return frozenset[str]().union(*(names_of(location.tensors) for location in self.locations.values()))
+        return frozenset(
+            caption_key(name, caption_of_part(part))
+            for part, location in self.locations.items()
+            for name in names_of(location.tensors)
+        )
 
     def dictionary(self, row: Mapping[str, Any], tensors: Mapping[str, Any]) -> dict[str, Any]:
         """The dictionary that the sample's file would hold; tensors that are not given are left out."""
@@ -189,7 +221,8 @@ class PackedHeader(msgspec.Struct, frozen=True):
             raise ValueError("a row would have two tensors with the same name")
         if any(min(b.width, b.height, b.count) < 1 for b in self.buckets) or self.block_rows < 1:
             raise ValueError("a bucket has no samples, or block_rows is not positive")
-        if "latents" not in self.parts or not set(self.parts) <= set(PARTS):
+        known = set(PARTS) | {part for part in self.parts if caption_of_part(part)}
+        if "latents" not in self.parts or not set(self.parts) <= known:
             raise ValueError(f"its parts are {list(self.parts)}")
 
 

@@ -16,16 +16,22 @@ from typing import Any
 import torch
 
 from latentry.buckets import aspect_name
+from latentry.cache.caption_keys import PROMPTS, caption_key, num_captions
 from latentry.cache.format import Row, row_from_dict
 from latentry.cache.index import CacheIndex, PackedIndex, open_index
 from latentry.cache.index.rows import open_rows
 from latentry.cache.latent_checks import latent_problem
-from latentry.cache.read.fields import IMAGE_FIELDS, VIDEO_FIELDS, image_columns, video_columns
+from latentry.cache.read.checks import image_columns, video_columns
+from latentry.cache.read.fields import IMAGE_FIELDS, IMAGE_TOKEN_FIELDS, VIDEO_FIELDS
 from latentry.cache.read.samples import Samples, open_samples
+from latentry.cache.read.tiled_latents import TiledLatents
+from latentry.cache.read.warn_once import WarnOnce
 from latentry.counted import counted
 from latentry.errors import CacheError, MediaError
 from latentry.storage import content_digest
+from latentry.types import model_family
 
+_IMAGE_CAPTION_FIELDS = (*IMAGE_FIELDS.of_captions, *IMAGE_TOKEN_FIELDS.of_captions)
 _CACHE_FILE_SUFFIXES = (".meta", ".pt", ".safetensors")
 LoadedSample = Mapping[str, Any]
 """What a cache file holds."""
@@ -134,6 +140,7 @@ class _Checker:
         self._frame_step = frame_step
         self._samples: Samples = open_samples(cache_dir, index)
         self._is_video = self._first_is_video()
+        self._tiles = TiledLatents.of_cache(cache_dir, index.metadata, WarnOnce())
         self._listed: set[str] = set()
         self._types: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
         """Tensor name to type to the files that have it."""
@@ -171,18 +178,31 @@ class _Checker:
                 if value.is_floating_point() and not torch.isfinite(value).all():
                     yield f"{key} contains NaN or infinite values"
                 self._types[key][_type_of(key, value)].append(name)
-        for key in ("prompt", "bucket_id", "num_frames", "model_type"):
-            if key in written and key in data and written[key] != data[key]:
+        for key in ("prompt", PROMPTS, "bucket_id", "num_frames", "model_type"):
+            if key in written and key in data and _differ(key, written[key], data[key]):
                 yield f"{key} is {data[key]!r}, but its row says {written[key]!r}"
+        yield from self._caption_problems(data)
         yield from self._frame_problems(data, row)
         if row.file_digest and row.file_digest != content_digest(self._cache_dir / name):
             yield "its bytes are not those that were written: the checksum differs"
 
     def _check_as_served(self, number: int) -> None:
         """Raise an error if a dataset could not serve the sample."""
-        fields = VIDEO_FIELDS if self._is_video else IMAGE_FIELDS
-        columns = self._samples.read([number], fields.names)
-        (video_columns if self._is_video else image_columns)(columns, [self._index.bucket(number)], fields)
+        buckets = [self._index.bucket(number)]
+        if self._is_video:
+            video_columns(self._samples.read([number], VIDEO_FIELDS), buckets, VIDEO_FIELDS, self._tiles)
+        else:
+            image_columns(self._samples.read([number], IMAGE_FIELDS), buckets, IMAGE_FIELDS)
+
+    def _caption_problems(self, data: LoadedSample) -> Iterator[str]:
+        """Tensors that further captions lack."""
+        fields = VIDEO_FIELDS.of_captions if self._is_video else _IMAGE_CAPTION_FIELDS
+        count = num_captions(data)
+        for number in range(1, count):
+            keys = (caption_key(found.name, number) for found in fields if found.name in data)
+            for key in keys:
+                if key not in data:
+                    yield f"has {count} captions, but no {key}"
 
     def _frame_problems(self, data: LoadedSample, row: Row) -> Iterator[str]:
         latents = data.get("video_latents")
@@ -216,8 +236,26 @@ class _Checker:
                 yield Problem(relative, "is in no row of the metadata")
 
 
+def _differ(key: str, written: Any, stored: Any) -> bool:
+    if key == "model_type" and isinstance(written, str) and isinstance(stored, str):
+        return model_family(written) != model_family(stored)
+    return bool(written != stored)
+
+
+_LENGTH_DIMS = {
+    name: dim
+    for field in (*IMAGE_FIELDS.text, *VIDEO_FIELDS.text)
+    if field.padding is not None
+    for name, dim in ((field.name, field.padding.dim), (field.padding.mask, -1))
+}
+"""Tensors whose length may differ between samples, and the dimension in which it does."""
+
+
 def _type_of(key: str, tensor: torch.Tensor) -> str:
-    """The dtype, and the shape unless it depends on the bucket, which is checked elsewhere."""
+    """The dtype, and the shape without what may differ between samples."""
     if key in ("latent", "video_latents", "first_frame"):
         return f"{tensor.dtype}"
-    return f"{tensor.dtype} {list(tensor.shape)}"
+    shape: list[int | str] = list(tensor.shape)
+    if key in _LENGTH_DIMS and len(shape) >= -_LENGTH_DIMS[key]:
+        shape[_LENGTH_DIMS[key]] = "any"
+    return f"{tensor.dtype} [{', '.join(map(str, shape))}]"

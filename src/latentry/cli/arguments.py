@@ -88,7 +88,7 @@ def _add_image(parser: argparse.ArgumentParser) -> None:
     add_encoding_flags(parser, "image", output_format="pt")
     sizes = add_size_flags(parser, preset="256p")
     add_crop_mode_flag(sizes)
-    add_caption_flags(parser)
+    add_caption_flags(parser, lines_field="internvl")
     add_run_flags(parser)
 
 
@@ -97,7 +97,7 @@ def _add_video(parser: argparse.ArgumentParser) -> None:
     add_encoding_flags(parser, "video", output_format="meta")
     sizes = add_size_flags(parser, preset="512p")
     add_clip_flags(parser, sizes)
-    add_caption_flags(parser)
+    add_caption_flags(parser, lines_field="caption")
     add_run_flags(parser)
 
 

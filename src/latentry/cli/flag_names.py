@@ -50,9 +50,6 @@ def unused_flag(given: Collection[str], values: Mapping[str, object]) -> str | N
 
 
 _UNUSED: tuple[tuple[str, Mapping[str, object], str], ...] = (
-    ("num_frames", {"mode": "video"}, "without --mode frames"),
-    ("short_clips", {"mode": "frames"}, "with --mode frames"),
-    ("short_clips", {"mode": "video", "target_frames": None}, "without --target_frames"),
     ("shard_size", {"output_format": "packed"}, "with --output_format packed, which has no metadata shards"),
     ("devices", {"command": "verify", "decode": False}, "without --decode"),
 )

@@ -41,7 +41,8 @@ class QueuedBatch:
     flags: torch.Tensor
     """For each latent, whether it is not finite and whether it is constant."""
     extras: StackedFields
-    captions: Sequence[EncodedCaption]
+    captions: Sequence[Sequence[EncodedCaption]]
+    """All captions of each sample."""
     psnr_db: Sequence[float | None]
     ready: torch.cuda.Event | None
 
@@ -90,10 +91,12 @@ class BatchEncoder:
 
     def queue(self, running: RunningTask, batch: Sequence[DecodedSample]) -> QueuedBatch:
         """Queue the encoding of a batch on the device; do not wait for it."""
+        if batch[0].stored is not None:
+            return self._queue_captions(running, batch)
         crops = [decoded.crop.pixels for decoded in batch]
         pixels = torch.empty((len(crops), *crops[0].shape), dtype=torch.uint8, pin_memory=self.on_gpu)
         torch.stack(crops, out=pixels)
-        captions = [running.captions.take(decoded.sample.caption.text) for decoded in batch]
+        captions = self._captions(running, batch)
         on_device = pixels.to(self._device, non_blocking=True)
         latents = self._encode(batch, on_device)
         extras: StackedFields = {}
@@ -108,11 +111,26 @@ class BatchEncoder:
         flags = to_host(latent_flags(latents))
         latents = to_host(latents)
         extras = {key: to_host(column) for key, column in extras.items()}
-        ready = None
-        if self.on_gpu:
-            ready = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-            ready.record(torch.cuda.current_stream(self._device))
-        return QueuedBatch(running, batch, latents, flags, extras, captions, psnr, ready)
+        return QueuedBatch(running, batch, latents, flags, extras, captions, psnr, self._event())
+
+    def _queue_captions(self, running: RunningTask, batch: Sequence[DecodedSample]) -> QueuedBatch:
+        """Queue the encoding of captions. Everything else is what the cache holds."""
+        captions = self._captions(running, batch)
+        stored = [decoded.stored for decoded in batch if decoded.stored is not None]
+        latents = torch.stack([tensors.latent for tensors in stored])
+        psnr = [None] * len(batch)
+        return QueuedBatch(running, batch, latents, latent_flags(latents), {}, captions, psnr, self._event())
+
+    def _captions(self, running: RunningTask, batch: Sequence[DecodedSample]) -> list[list[EncodedCaption]]:
+        return [[running.captions.take(text) for text in d.sample.caption.texts] for d in batch]
+
+    def _event(self) -> torch.cuda.Event | None:
+        """An event after everything that is queued; None on a CPU, where nothing is."""
+        if not self.on_gpu:
+            return None
+        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self._device))
+        return event
 
     def _encode(self, batch: Sequence[DecodedSample], pixels: torch.Tensor) -> torch.Tensor:
         """Latents; in halves, and finally in tiles, where the device's memory is too small."""

@@ -57,7 +57,7 @@ class _FiniteRows:
 class CaptionBatches:
     """The embeddings of a task's captions.
 
-    Each sample either takes its caption's embedding or drops its claim to it, exactly once.
+    Each sample either takes the embeddings of its captions or drops its claim to them, exactly once.
 
     Args:
         processor: Encodes the captions.
@@ -67,8 +67,8 @@ class CaptionBatches:
 
     def __init__(self, processor: Processor, samples: Sequence[PlannedSample], num_finished: int = 0) -> None:
         self._processor = processor
-        self._uses = Counter(sample.caption.text for sample in samples[num_finished:])
-        captions = list(dict.fromkeys(sample.caption.text for sample in samples))
+        self._uses = Counter(text for sample in samples[num_finished:] for text in sample.caption.texts)
+        captions = list(dict.fromkeys(text for sample in samples for text in sample.caption.texts))
         starts = range(0, len(captions), TEXT_BATCH_SIZE)
         batches = [captions[start : start + TEXT_BATCH_SIZE] for start in starts]
         self._batch_of = {caption: batch for batch in batches for caption in batch}

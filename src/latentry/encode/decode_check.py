@@ -10,12 +10,13 @@ import torch
 
 from latentry.cache.format import CacheMetadata, Row
 from latentry.cache.latent_checks import psnr_db
+from latentry.encode.held_samples import planned_sample
 from latentry.encode.recipe import ResolvedRecipe
 from latentry.errors import ConfigError, MediaError
 from latentry.hardware import find_devices
 from latentry.processors import processor_class
 from latentry.seeds import derived_seed
-from latentry.types import Caption, PlannedSample, SourceFile
+from latentry.types import Caption, SourceFile
 
 
 class DecodeCheck:
@@ -40,23 +41,9 @@ class DecodeCheck:
         latents = data["latent"][None] if "latent" in data else data["video_latents"]
         decoded = self._processor.decode_latents(latents)[0]
         seed = derived_seed(self._recipe.seed, "crop", row.source_name)
-        (crop,) = self._reader.read(file, [_planned(row)], seed)
+        source = SourceFile(row.source_name, row.source_bytes or 0, row.source_modified_ns or 0)
+        sample = planned_sample(row, source, Caption(row.prompt or "", row.caption_source))
+        (crop,) = self._reader.read(file, [sample], seed)
         if isinstance(crop, str):
             raise MediaError(crop)
         return psnr_db(crop.pixels, decoded)
-
-
-def _planned(row: Row) -> PlannedSample:
-    """The sample as it was planned."""
-    width, height = row.original_resolution or (0, 0)
-    return PlannedSample(
-        SourceFile(row.source_name, row.source_bytes or 0, row.source_modified_ns or 0),
-        Caption(row.prompt or "", row.caption_source),
-        width=width,
-        height=height,
-        bucket_id=row.bucket_id if isinstance(row.bucket_id, int) else None,
-        bucket=row.bucket,
-        number=row.number,
-        num_samples=row.num_samples,
-        window=row.window,
-    )

@@ -12,6 +12,7 @@ more if the run stops for whatever reason.
 from __future__ import annotations
 
 import hashlib
+import json
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -21,10 +22,18 @@ from dataclasses import dataclass
 import torch
 
 from latentry.cache.latent_checks import problem_of_flags
-from latentry.cache.write.sample_data import SampleData, image_data, sample_row, video_data
+from latentry.cache.write.sample_data import (
+    SampleData,
+    caption_fields,
+    image_data,
+    sample_fields,
+    sample_row,
+    video_data,
+)
 from latentry.cache.write.task_writer import WriterThreads, task_writer
 from latentry.cache.write.workspace import Workspace
 from latentry.encode.batch_encoder import BatchEncoder, QueuedBatch
+from latentry.encode.caption_batches import EncodedCaption
 from latentry.encode.device import gpu_feeding_priority, single_threaded_pool
 from latentry.encode.read_ahead import DecodedSample, ReadAhead
 from latentry.encode.recipe import ResolvedRecipe
@@ -117,7 +126,12 @@ class TaskRunner:
             WriterThreads.running(_NUM_WRITER_THREADS) as writers,
         ):
             read_ahead = ReadAhead(
-                self._recipe, self._source, readers, self._num_threads, damaged=self._damaged
+                self._recipe,
+                self._source,
+                self._workspace.folder,
+                readers,
+                self._num_threads,
+                damaged=self._damaged,
             )
             running_tasks = (self._begin(task, writers) for task in tasks)
             try:
@@ -143,7 +157,8 @@ class TaskRunner:
             task,
             task_writer(self._workspace.folder, self._recipe.output_format, task.bucket, stem, writers),
             self._encoder.caption_batches(task),
-            self._batch_size or self._encoder.batch_size(task.bucket),
+            # One at a time if only captions are encoded: a sample whose file in the cache is damaged is encoded whole.
+            1 if task.captions_only else self._batch_size or self._encoder.batch_size(task.bucket),
         )
         if task.num_finished:
             running.restore(self._workspace.checkpoint_of(task.id))
@@ -193,16 +208,16 @@ class TaskRunner:
         flags, latents = queued.flags.tolist(), queued.latents.unbind()
         outcomes = []
         for i, decoded in enumerate(queued.samples):
-            caption = queued.captions[i]
+            captions = queued.captions[i]
             problem = problem_of_flags(flags[i], latents[i])
-            if problem is None and not caption.is_finite:
+            if problem is None and not all(caption.is_finite for caption in captions):
                 problem = "has a caption whose embedding contains NaN or infinite values; try --dtype float32"
             if problem:
                 running.failures.append(Failure(decoded.sample.name, problem))
                 outcomes.append(Outcome(decoded.sample.name, failure=problem))
                 continue
             extra = {key: column[i : i + 1] for key, column in queued.extras.items()}
-            data = self._sample_data(decoded, latents[i], {**caption.fields, **extra})
+            data = self._sample_data(decoded, latents[i], captions, extra)
             running.writer.add(
                 self._name(decoded),
                 sample_row(decoded.sample, data, decoded.digest, decoded.crop.damage),
@@ -221,11 +236,23 @@ class TaskRunner:
     def _name(self, decoded: DecodedSample) -> str:
         """The sample's name in the cache. It changes with everything that decides the sample's bytes."""
         sample = decoded.sample
-        identity = "\n".join([sample.name, decoded.digest, sample.caption.text, self._fingerprint])
+        texts = sample.caption.texts
+        captions = texts[0] if len(texts) == 1 else f"{len(texts)} captions: {json.dumps(texts)}"
+        identity = "\n".join([sample.name, decoded.digest, captions, self._fingerprint])
         return hashlib.blake2b(identity.encode(), digest_size=16).hexdigest()
 
-    def _sample_data(self, decoded: DecodedSample, latent: torch.Tensor, fields: Fields) -> SampleData:
+    def _sample_data(
+        self,
+        decoded: DecodedSample,
+        latent: torch.Tensor,
+        captions: Sequence[EncodedCaption],
+        extra: Fields,
+    ) -> SampleData:
         sample, crop = decoded.sample, decoded.crop
+        texts = [caption_fields(caption.fields, self._recipe.media) for caption in captions]
+        if decoded.stored is not None:
+            extra = decoded.stored.without_captions(texts[0])
+        fields = sample_fields(texts, extra)
         path = self._source.path(sample.file.name)
         if self._recipe.video is None:
             return image_data(sample, latent, fields, crop.offset, path, self._info)
@@ -247,7 +274,8 @@ class TaskRunner:
     def _decoding_failed(self, running: RunningTask, samples: Sequence[PlannedSample], reason: str) -> None:
         for sample in samples:
             running.failures.append(Failure(sample.name, reason))
-            running.captions.drop(sample.caption.text)
+            for text in sample.caption.texts:
+                running.captions.drop(text)
             self._on_outcome(Outcome(sample.name, failure=reason))
         self._count_failure(running.task, samples[0].file.name, reason)
 

@@ -1,7 +1,8 @@
 """From a recipe and a list of files to a plan: what happens to every input, before any pixel is decoded.
 
-Planning looks up all captions. An input that the cache already holds unchanged is done. Of the others, the headers are
-read. An input that cannot be read is a failure with its reason. The rest is cut into tasks.
+Planning looks up all captions. An input that the cache already holds unchanged is done. If only its captions have
+changed, the rest is taken from the cache. Of the others, the headers are read. An input that cannot be read is a
+failure with its reason. The rest is cut into tasks.
 
 A resumed run must form the same batches as an uninterrupted one, because the batches decide the last bits of a latent.
 The cut depends on the names and buckets of the samples, on what is already done, and on what failed before. Since tasks
@@ -25,14 +26,15 @@ from latentry.buckets import MultiTierBucketCalculator
 from latentry.cache.format import PACKED, TASK_SIZE, Row
 from latentry.cache.write.commits import Checkpoint
 from latentry.cache.write.shards import TARGET_SHARD_BYTES
+from latentry.encode.held_samples import has_captions, is_same_media, planned_sample
 from latentry.encode.recipe import ResolvedRecipe
 from latentry.encode.repeats import Repeats
 from latentry.encode.sizes import SizeRules, SizeSummary
 from latentry.errors import MediaError
 from latentry.media.reader import MediaReader, ProbeResult
 from latentry.sources.caption_folders import CaptionFolders
+from latentry.sources.captions import NO_CAPTION
 from latentry.sources.folder import SourceFolders
-from latentry.storage import content_digest
 from latentry.types import (
     Bucket,
     Caption,
@@ -77,6 +79,16 @@ class Plan:
     @property
     def num_to_encode(self) -> int:
         return sum(len(task.samples) - task.num_finished for task in self.tasks)
+
+    @property
+    def captions_only(self) -> frozenset[str]:
+        """The names of the samples of which only the captions are encoded."""
+        return frozenset(
+            sample.name
+            for task in self.tasks
+            if task.captions_only
+            for sample in task.samples[task.num_finished :]
+        )
 
     def buckets(self, repeats: Repeats | None = None) -> dict[Bucket, int]:
         """Samples per bucket after the run, smallest bucket first; with ``repeats``, as often as an epoch has them."""
@@ -131,7 +143,8 @@ def make_plan(
     done: dict[str, Row] = {}
     left_out: list[Failure] = []
     changed: list[tuple[SourceFile, Caption]] = []
-    unnameable = []
+    unnameable, without_caption = [], []
+    to_encode: list[PlannedSample] = []
     for file in files:
         if not _is_unicode(file.name):
             unnameable.append(
@@ -139,15 +152,24 @@ def make_plan(
             )
             continue
         caption = finder.find(file.name)
+        if caption is None:
+            without_caption.append(Failure(file.name, NO_CAPTION))
+            continue
         rows = {name: known[name] for name in known_of_file[file.name]}
-        if rows and all(_is_unchanged(row, len(rows), caption, file, source) for row in rows.values()):
+        if rows and all(is_same_media(row, len(rows), file, source) for row in rows.values()):
             if broken := _rule_broken_by(rows.values(), sizes):
                 left_out.append(Failure(file.name, broken))
-            else:
-                done |= rows
+                continue
+            for name, row in rows.items():
+                if has_captions(row, caption):
+                    done[name] = row
+                else:
+                    to_encode.append(planned_sample(row, file, caption, stored_row=row.to_dict()))
         else:
             changed.append((file, caption))
     num_files, num_failed = len(files) + len(unreadable), len(unreadable) + len(unnameable)
+    if finder.required:
+        num_failed += len(without_caption)
     num_before = num_files - len(changed)
     on_progress(num_before, num_files, num_failed)
     samples, skipped, notes = _probe(
@@ -158,16 +180,21 @@ def make_plan(
         lambda count, failed: on_progress(num_before + count, num_files, num_failed + failed),
     )
     # Of a file that gives several samples, some may be done.
-    to_encode = []
     for sample in samples:
         held = known.get(sample.name)
         if broken := sizes.broken_by((sample.width, sample.height), sample.bucket):
             if sample.number == 0:
                 left_out.append(Failure(sample.file.name, broken))
-        elif held is not None and _is_unchanged(held, None, sample.caption, sample.file, source):
+        elif held is None or not is_same_media(held, None, sample.file, source):
+            to_encode.append(sample)
+        elif has_captions(held, sample.caption):
             done[sample.name] = held
         else:
-            to_encode.append(sample)
+            to_encode.append(replace(sample, stored_row=held.to_dict()))
+    finder.note_unmatched_entries()
+    if not finder.required:
+        left_out += without_caption
+        without_caption = []
     tasks, stored = _continued(
         _cut(to_encode, frozenset(failed_before), task_size), checkpoints, source, task_size
     )
@@ -182,7 +209,7 @@ def make_plan(
     return Plan(
         tasks=tuple(tasks),
         done=done,
-        skipped=(*unreadable, *unnameable, *skipped),
+        skipped=(*unreadable, *unnameable, *skipped, *without_caption),
         vanished=tuple(name for name in elsewhere if name not in kept),
         kept=kept,
         left_out=tuple(sorted(left_out, key=lambda failure: failure.name)),
@@ -201,25 +228,6 @@ def _is_unicode(name: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
-
-
-def _is_unchanged(
-    row: Row, num_known: int | None, caption: Caption, file: SourceFile, source: SourceFolders
-) -> bool:
-    """Whether caption, size and time are the same; if only the time differs, the content is compared.
-
-    With ``num_known``, also whether all samples of the file are there.
-    """
-    if row.prompt != caption.text or row.source_bytes != file.size_bytes:
-        return False
-    if num_known is not None and row.num_samples != num_known:
-        return False
-    if row.source_modified_ns == file.modified_ns:
-        return True
-    try:
-        return row.source_digest == content_digest(source.path(file.name))
-    except OSError:
-        return False
 
 
 def _rule_broken_by(rows: Iterable[Row], sizes: SizeRules) -> str | None:
@@ -337,14 +345,14 @@ def _cut(
 ) -> Iterable[Task]:
     """Tasks of one bucket each.
 
-    Samples that failed before come last, in separate tasks. So they do not change which of the other samples share a
-    task.
+    Samples that failed before come last, in separate tasks, and samples of which only captions are encoded before them.
+    So neither changes which of the other samples share a task.
     """
-    groups: dict[tuple[bool, Bucket], list[PlannedSample]] = defaultdict(list)
+    groups: dict[tuple[bool, bool, Bucket], list[PlannedSample]] = defaultdict(list)
     for sample in samples:
-        groups[sample.name in failed_before, sample.bucket].append(sample)
-    for again, bucket in sorted(groups, key=lambda key: (key[0], _bucket_rank(key[1]))):
-        group = groups[again, bucket]
+        groups[sample.name in failed_before, sample.stored_row is not None, sample.bucket].append(sample)
+    for again, captions_only, bucket in sorted(groups, key=lambda key: (*key[:2], _bucket_rank(key[2]))):
+        group = groups[again, captions_only, bucket]
         size = task_size(bucket)
         for start in range(0, len(group), size):
             part = tuple(group[start : start + size])
@@ -393,7 +401,8 @@ def _continued(
             sample.name: other_rows[sample.name]
             for sample in task.samples
             if sample.name in other_rows
-            and _is_unchanged(other_rows[sample.name], None, sample.caption, sample.file, source)
+            and has_captions(other_rows[sample.name], sample.caption)
+            and is_same_media(other_rows[sample.name], None, sample.file, source)
         }
         done |= stored
         rest = tuple(sample for sample in task.samples if sample.name not in stored)

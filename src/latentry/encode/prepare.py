@@ -30,7 +30,7 @@ from latentry.hardware import find_devices
 from latentry.processors import Processor, processor_class
 from latentry.report.summary import PrepareResult
 from latentry.sources.caption_folders import CaptionFolders
-from latentry.sources.captions import CaptionFinder
+from latentry.sources.captions import NO_CAPTION
 from latentry.sources.folder import SourceFolders, list_folders
 from latentry.storage import content_digest
 from latentry.types import Bucket, Failure, ProcessorInfo, SourceFile
@@ -245,11 +245,7 @@ class _Inputs:
         self._reader = resolved.media_reader()
         self._listing = list_folders(source, self._reader.suffixes, media=recipe.media, leave_out=output)
         self._files: Sequence[SourceFile] = self._listing.files[:max_files]
-        lines_field = "internvl" if resolved.video is None else "caption"
-        self._finder = CaptionFolders(
-            source,
-            lambda root: CaptionFinder(root, resolved.caption_format, resolved.caption_field, lines_field),
-        )
+        self._finder = CaptionFolders(source, recipe.caption_finder)
 
     def ignored(self) -> dict[str, int]:
         """Files of the folders that were not taken, by ending. Known once captions were looked up."""
@@ -271,7 +267,7 @@ class _Inputs:
             keep_damaged=self._damaged == "keep",
             on_progress=lambda *counts: self._on_progress(Progress("plan", *counts)),
         )
-        if plan.vanished and not plan.done:
+        if plan.vanished and not (plan.done or plan.captions_only):
             raise RunError(
                 f"none of the {len(plan.vanished)} samples in {self._output} comes from {self._source}; choose "
                 "another output_dir, give the folders in the same order as before, or replace that cache with "
@@ -280,9 +276,10 @@ class _Inputs:
         if plan.left_out and not (plan.tasks or plan.done):
             name, reason = plan.left_out[0].name, plan.left_out[0].reason
             raise RunError(f"every input is left out, such as {name}, which {reason}; loosen that rule")
-        if plan.skipped and self._damaged == "error":
+        damaged = [failure for failure in plan.skipped if failure.reason != NO_CAPTION]
+        if damaged and self._damaged == "error":
             raise RunError(
-                f"{plan.skipped[0].name} {plan.skipped[0].reason}; mend or move the file, or leave out --damaged error"
+                f"{damaged[0].name} {damaged[0].reason}; mend or move the file, or leave out --damaged error"
             )
         return plan
 
@@ -391,6 +388,7 @@ def _result(
         output_dir=output,
         dry_run=dry_run,
         num_encoded=plan.num_to_encode - (len(watcher.failures) if watcher else 0),
+        num_captions_only=len(plan.captions_only - {failure.name for failure in failures}),
         num_already_done=len(plan.done),
         num_removed=len(plan.vanished),
         failures=tuple(sorted(failures, key=lambda failure: failure.name)),

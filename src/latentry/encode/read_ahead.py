@@ -6,19 +6,26 @@ more than a few batches are decoded at any time.
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import groupby
+from pathlib import Path
 
+from latentry.cache.format import row_from_dict
+from latentry.cache.read.stored_samples import StoredSamples
 from latentry.encode.recipe import ResolvedRecipe
 from latentry.encode.running_task import RunningTask
-from latentry.errors import MediaError, RunError
+from latentry.encode.stored_tensors import StoredTensors
+from latentry.errors import CacheError, MediaError, RunError
 from latentry.media.reader import Crop
 from latentry.seeds import derived_seed
 from latentry.sources.folder import SourceFolders
 from latentry.types import Bucket, PlannedSample
+
+logger = logging.getLogger(__name__)
 
 _MAX_BYTES_AHEAD = 1 << 32
 _MAX_BYTES_PER_READ = 1 << 29
@@ -32,6 +39,8 @@ class DecodedSample:
     sample: PlannedSample
     crop: Crop
     digest: str
+    stored: StoredTensors | None = None
+    """Set if only the captions are encoded. The pixels are then at most those of the first frame."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +70,7 @@ class ReadAhead:
     Args:
         recipe: The recipe of the cache.
         source: The folders of the inputs.
+        output: The folder of the cache, from which samples are taken if only their captions have changed.
         pool: The threads.
         num_threads: How many they are.
         damaged: One of ``DAMAGED``.
@@ -70,6 +80,7 @@ class ReadAhead:
         self,
         recipe: ResolvedRecipe,
         source: SourceFolders,
+        output: Path,
         pool: ThreadPoolExecutor,
         num_threads: int,
         *,
@@ -81,6 +92,7 @@ class ReadAhead:
         self._pool = pool
         self._num_threads = num_threads
         self._damaged = damaged
+        self._stored = StoredSamples(output)
 
     def batches(
         self, tasks: Iterable[RunningTask], on_failure: OnFailure
@@ -157,6 +169,11 @@ class ReadAhead:
         return decoded
 
     def _decode_file(self, samples: Sequence[PlannedSample]) -> list[DecodedSample | str] | str:
+        if samples[0].stored_row is not None:
+            try:
+                return [self._take_from_cache(sample) for sample in samples]
+            except (CacheError, OSError) as error:
+                logger.warning("%s is encoded again: %s", samples[0].file.name, error)
         file = samples[0].file
         path = self._source.path(file.name)
         try:
@@ -176,3 +193,10 @@ class ReadAhead:
             return f"cannot be read: {error.strerror}"
         except MemoryError:
             return "needs more memory than there is"
+
+    def _take_from_cache(self, sample: PlannedSample) -> DecodedSample:
+        """What the cache holds of a sample whose captions alone have changed."""
+        row = row_from_dict(dict(sample.stored_row or {}))
+        stored = StoredTensors.of(self._stored.load(row))
+        crop = Crop(stored.first_frame, stored.offset, stored.source_frame, row.damage or None)
+        return DecodedSample(sample, crop, row.source_digest, stored)

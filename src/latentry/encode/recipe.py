@@ -9,10 +9,11 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, fields
+from pathlib import Path
 from typing import Any
 
 from latentry.buckets import parse_aspect_ratio
-from latentry.cache.format import OUTPUT_FORMATS, recipe_fingerprint
+from latentry.cache.format import CAPTION_CHOICES, OUTPUT_FORMATS, recipe_fingerprint
 from latentry.crops import CROP_MODES
 from latentry.encode.sizes import SizeRules
 from latentry.errors import ConfigError
@@ -23,7 +24,7 @@ from latentry.media.reader import MediaReader
 from latentry.media.video_options import VideoOptions, with_old_defaults
 from latentry.media.video_reader import VideoReader
 from latentry.processors import canonical_name
-from latentry.sources.captions import CAPTION_FORMATS
+from latentry.sources.captions import CAPTION_FALLBACKS, CAPTION_FORMATS, CaptionFinder
 from latentry.types import ProcessorInfo
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
@@ -48,9 +49,20 @@ class Recipe:
     crop_mode: str = "center"
     """How an image is cut to its bucket: ``center``, ``random``, ``smart``, or ``none`` to scale without cropping."""
     caption_format: str = "auto"
-    """Where captions come from: ``auto``, ``sidecar``, ``txt``, ``jsonl`` or ``meta_json``."""
+    """Where captions come from: ``auto``, ``sidecar``, ``txt``, ``jsonl``, ``csv`` or ``meta_json``."""
     caption_field: str | None = None
-    """The key of a caption in JSON; None is ``caption`` in JSON files and ``internvl`` in JSONL files of images."""
+    """The key of a caption, or several keys separated by commas; None is ``caption`` in JSON files, and ``internvl``
+    in JSONL files of images."""
+    caption_required: bool = False
+    """Whether an input without a caption is a failure."""
+    caption_fallback: str = "filename"
+    """What an input without a caption gets: its ``filename``, an ``empty`` caption, or ``skip`` to leave it out."""
+    caption_prefix: str = ""
+    """Put before every caption, as it is."""
+    caption_suffix: str = ""
+    """Put after every caption, as it is."""
+    caption_lines: bool = False
+    """Take each line of a text file as a caption."""
     dtype: str = "auto"
     """What the model computes in: ``auto``, ``float32``, ``float16`` or ``bfloat16``. ``auto`` is bfloat16 on a GPU
     and float32 on a CPU."""
@@ -84,6 +96,7 @@ class Recipe:
         for name, value, allowed in (
             ("crop_mode", self.crop_mode, (*CROP_MODES, NO_CROP)),
             ("caption_format", self.caption_format, CAPTION_FORMATS),
+            ("caption_fallback", self.caption_fallback, CAPTION_FALLBACKS),
             ("dtype", self.dtype, DTYPES),
             ("output_format", self.output_format, OUTPUT_FORMATS),
             ("hdr", self.hdr, HDR_MODES),
@@ -93,6 +106,11 @@ class Recipe:
         for name, number in (("max_pixels", self.max_pixels), ("seed", self.seed)):
             if isinstance(number, bool) or not isinstance(number, int) or number < 0:
                 raise ConfigError(f"{name} is {number!r}; it must be a whole number, 0 or more")
+        if self.caption_required and self.caption_fallback != "filename":
+            raise ConfigError(
+                f"caption_required makes an input without a caption a failure, but caption_fallback is "
+                f"{self.caption_fallback!r}; leave out one of them"
+            )
         for name, given in (("bucket_step", self.bucket_step), ("aspect_ratios", self.aspect_ratios)):
             if given is not None and self.size is not None:
                 raise ConfigError(
@@ -125,6 +143,24 @@ class Recipe:
         """``image`` or ``video``."""
         return "image" if self.video is None else "video"
 
+    def caption_finder(self, root: Path) -> CaptionFinder:
+        """Finds captions as this recipe says.
+
+        Args:
+            root: A folder of the inputs.
+        """
+        return CaptionFinder(
+            root,
+            self.caption_format,
+            self.caption_field,
+            "internvl" if self.video is None else "caption",
+            fallback=self.caption_fallback,
+            required=self.caption_required,
+            prefix=self.caption_prefix,
+            suffix=self.caption_suffix,
+            lines=self.caption_lines,
+        )
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ResolvedRecipe:
@@ -143,7 +179,9 @@ class ResolvedRecipe:
     quantization: int
     crop_mode: str
     caption_format: str
+    """Recorded, but later runs may have another one: captions can be changed in a cache."""
     caption_field: str | None
+    """Recorded, but later runs may have another one."""
     dtype: str
     output_format: str
     stochastic: bool
@@ -169,6 +207,11 @@ class ResolvedRecipe:
             )
         except TypeError as error:
             raise ConfigError(f"the cache's recipe was recorded by another release: {error}") from None
+
+    @property
+    def media(self) -> str:
+        """``image`` or ``video``."""
+        return "image" if self.video is None else "video"
 
     def media_reader(self) -> MediaReader:
         """The reader of this recipe's inputs."""
@@ -201,7 +244,7 @@ class ResolvedRecipe:
         return [
             f"{name} was {recorded.get(name)!r}, now {mine.get(name)!r}"
             for name in names
-            if mine.get(name) != recorded.get(name)
+            if mine.get(name) != recorded.get(name) and name not in CAPTION_CHOICES
         ]
 
 

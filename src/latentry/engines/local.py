@@ -152,10 +152,9 @@ def _stop(workers: Sequence[Any]) -> None:
 def _work(job: Job, device: str, num_workers: int, queue: Any, reports: Connection) -> None:
     """The body of a worker process. Its last report is None, or the error that stopped it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C and terminates its workers
-    signal.signal(signal.SIGTERM, _interrupt)
     threading.Thread(target=_exit_with_parent, daemon=True).start()
-
     try:
+        signal.signal(signal.SIGTERM, _interrupt)
         last = _outcome_of(job, device, num_workers, queue, reports)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the parent may end this process from now on
         reports.send(last)

@@ -154,9 +154,10 @@ def _decode_png(content: bytes) -> DecodedImage:
         )
     image, damage = load_with_pillow(png.content)
     with image:
-        pixels = np.array(to_srgb(image, None if png.header.hdr else png.profile))
-    if png.header.hdr is not None:
-        pixels = tone_map(pixels.astype(np.float32) / np.float32(255), *png.header.hdr)
+        if png.header.hdr is None:
+            pixels = np.array(to_srgb(image, png.profile))
+        else:
+            pixels = _on_white(_code_values(image), png.header.hdr)
     return DecodedImage(_upright(pixels, png.header.orientation), png.damage or damage)
 
 
@@ -168,12 +169,11 @@ def _decode_extra(content: bytes, image_type: str, header: ImageHeader | None) -
         return decode_image(found.jpeg).pixels
     if found_hdr is None and found.image is not None:
         return np.array(to_srgb(found.image, found.profile))
-    values = (
-        found.deep if found.deep is not None else np.asarray(found.image).astype(np.float32) / np.float32(255)
-    )
-    if found_hdr is None:
-        return np.asarray(values[..., :3] * 255 + 0.5).astype(np.uint8)
-    return _on_white(values, found_hdr)
+    assert found_hdr is not None, "deep pixels were asked for because of it"
+    if found.deep is not None:
+        return _on_white(found.deep, found_hdr)
+    assert found.image is not None
+    return _on_white(_code_values(found.image), found_hdr)
 
 
 def _tone_mapped(content: bytes, image_type: str, hdr: HdrFormat) -> Pixels:
@@ -181,8 +181,16 @@ def _tone_mapped(content: bytes, image_type: str, hdr: HdrFormat) -> Pixels:
     values = decode_deep(content, image_type)
     if values is None:
         with open_with_pillow(io.BytesIO(content)) as image:
-            values = np.asarray(image.convert("RGBA")).astype(np.float32) / np.float32(255)
+            values = _code_values(image)
     return _on_white(values, hdr)
+
+
+def _code_values(image: Image.Image) -> npt.NDArray[np.floating[Any]]:
+    """Code values from 0 to 1, [H,W,4] with opacity, of an image with 8 bits."""
+    values: npt.NDArray[np.floating[Any]] = np.asarray(image.convert("RGBA")).astype(np.float32) / np.float32(
+        255
+    )
+    return values
 
 
 def _on_white(values: npt.NDArray[np.floating[Any]], hdr: HdrFormat) -> Pixels:

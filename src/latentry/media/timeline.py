@@ -33,6 +33,8 @@ class Timeline:
     """One per frame, in units of ``seconds_per_unit``; empty if time stamps are missing or repeated."""
     key_stamps: tuple[int, ...]
     """The time stamps of the key frames, from which decoding can start."""
+    key_targets: tuple[int, ...]
+    """Where to seek for each key frame. Some formats seek by the time of decoding, which is earlier."""
     seconds_per_unit: float
     num_packets: int
     lost_after: tuple[int, ...] = ()
@@ -59,9 +61,10 @@ class Timeline:
                 return "the file has lost packets"
         return None
 
-    def key_before(self, stamp: int) -> int:
-        """The time stamp of the key frame from which a frame is decoded."""
-        return self.key_stamps[max(0, bisect_right(self.key_stamps, stamp) - 1)]
+    def key_before(self, stamp: int) -> tuple[int, int]:
+        """The time stamp of the key frame from which a frame is decoded, and where to seek for it."""
+        number = max(0, bisect_right(self.key_stamps, stamp) - 1)
+        return self.key_stamps[number], self.key_targets[number]
 
     def key_after(self, stamp: int) -> float:
         """The time stamp of the next key frame; infinity if there is none."""
@@ -72,9 +75,9 @@ class Timeline:
 def read_timeline(source: Path | MediaFile) -> Timeline:
     """List the packets of the video stream, decoding nothing."""
     if isinstance(source, MediaFile):
-        return _list_packets(source) if source.content is not None else _timeline_of_large(source)
+        return list_packets(source) if source.content is not None else _timeline_of_large(source)
     with closing(IndexedFile(source)) as file:
-        return _list_packets(file)
+        return list_packets(file)
 
 
 @lru_cache(maxsize=16)
@@ -83,18 +86,21 @@ def _timeline_of_large(file: MediaFile) -> Timeline:
     return read_timeline(file.path)
 
 
-def _list_packets(source: MediaFile | IndexedFile) -> Timeline:
+def list_packets(source: MediaFile | IndexedFile) -> Timeline:
+    """The timeline of an open file, from its index if it is an ``IndexedFile`` that has one."""
     num_indexed = 0
     stamps: list[int | None] = []
-    keys: list[int] = []
+    keys: list[tuple[int, int]] = []
     lost_after: list[int] = []
     with open_video(source) as (container, stream):
         if isinstance(source, IndexedFile):
             num_indexed = _skip_packets(source, container, stream)
             if not num_indexed:
-                return _list_packets(MediaFile(Path(source.name), "", None))
+                return list_packets(MediaFile(Path(source.name), "", None))
         gaps = None
-        if _MATROSKA in container.format.name.split(","):
+        formats = container.format.name.split(",")
+        by_pts = _MOV in formats or _MATROSKA in formats
+        if _MATROSKA in formats:
             gaps = MatroskaGaps(lambda position, size: _read_part(source, position, size))
         gap_found = False
         for packet in container.demux() if gaps else container.demux(stream):
@@ -108,7 +114,7 @@ def _list_packets(source: MediaFile | IndexedFile) -> Timeline:
                 lost_after.append(max((stamp for stamp in stamps if stamp is not None), default=0))
                 gap_found = False
             if packet.is_keyframe and packet.pts is not None:
-                keys.append(packet.pts)
+                keys.append((packet.pts, packet.pts if by_pts or packet.dts is None else packet.dts))
             if not packet.is_discard:  # packets before the start of an edit list are decoded but not shown
                 stamps.append(packet.pts)
         unit = float(stream.time_base)
@@ -116,9 +122,17 @@ def _list_packets(source: MediaFile | IndexedFile) -> Timeline:
     keys.sort()
     if len(known) != len(stamps) or len(set(known)) != len(known) or not keys:
         known = []
-    known = known[bisect_right(known, keys[0] - 1) :] if known else known  # players start at a key frame too
+    known = (
+        known[bisect_right(known, keys[0][0] - 1) :] if known else known
+    )  # players start at a key frame too
     return Timeline(
-        tuple(known), tuple(keys), unit, len(stamps), tuple(lost_after), 0 < len(stamps) <= num_indexed
+        stamps=tuple(known),
+        key_stamps=tuple(stamp for stamp, _ in keys),
+        key_targets=tuple(target for _, target in keys),
+        seconds_per_unit=unit,
+        num_packets=len(stamps),
+        lost_after=tuple(lost_after),
+        from_index=0 < len(stamps) <= num_indexed,
     )
 
 

@@ -108,9 +108,11 @@ def read_frames(
         if len(frames.kept) == len(numbers):
             return frames
     frames = _by_counting(source, numbers, keep)
-    if len(frames.kept) < len(numbers):
-        lenient = _by_counting(source, numbers, keep, lenient=True)
-        frames = Frames(lenient.kept, lenient.damage | frames.damage)
+    if frames.num_problems:
+        frames = _by_counting(source, numbers, keep, one_thread=True)
+        if len(frames.kept) < len(numbers):
+            lenient = _by_counting(source, numbers, keep, one_thread=True, lenient=True)
+            frames = Frames(lenient.kept, lenient.damage | frames.damage)
     return _with_missing(frames, numbers)
 
 
@@ -141,18 +143,14 @@ def _by_stamp(
         events: Iterator[_Event] = iter(())
         position: int | None = None
         sought = timeline.key_stamps[0]
-        for number in numbers:
-            if number in frames.kept:
-                continue
-            stamp = timeline.stamps[number]
-            key = timeline.key_before(stamp)
-            if position is None or key > position:
-                container.seek(key, stream=stream, backward=True, any_frame=False)
-                events = _decoded(container, stream)
-                sought = key
+
+        def decode_until(stamp: int) -> int | None:
+            """Decode up to a frame, keep what is wanted, and return the first time stamp that came out."""
+            nonlocal position
+            first = None
             for event in events:
                 if event.problem is not None:
-                    at = sought if event.stamp is None else event.stamp
+                    at = event.stamp if event.stamp is not None else max(sought, position or sought)
                     # Frames before the key frame in time but after it in the file refer to what was not decoded.
                     if at >= sought:
                         frames.num_problems += 1
@@ -160,27 +158,54 @@ def _by_stamp(
                 if event.frame is None:
                     continue
                 position = event.frame.pts
+                first = position if first is None else first
                 if position in number_at and number_at[position] not in frames.kept:
                     frames.kept[number_at[position]] = keep(to_rgb(event.frame, stream))
                 if position is None or position >= stamp:
                     break
+            return first
+
+        for number in numbers:
+            if number in frames.kept:
+                continue
+            stamp = timeline.stamps[number]
+            key, target = timeline.key_before(stamp)
+            if position is not None and key <= position:
+                decode_until(stamp)
+                continue
+            sought = key
+            container.seek(target, stream=stream, backward=True, any_frame=False)
+            events = _decoded(container, stream)
+            first = decode_until(stamp)
+            if first is not None and first > key > timeline.key_stamps[0]:
+                # Some formats have no index, and seeking goes too far.
+                sought, target = timeline.key_before(key - 1)
+                container.seek(target, stream=stream, backward=True, any_frame=False)
+                events = _decoded(container, stream)
+                decode_until(stamp)
     for stamp, number in number_at.items():
         for start, end, problem in damaged:
             if start <= stamp < end:
-                frames.damage.setdefault(number, f"{problem}, which concerns frame {number}")
+                frames.damage.setdefault(number, f"{problem} at frame {number}")
     return frames
 
 
 def _by_counting(
-    source: Path | MediaFile, numbers: Sequence[int], keep: Callable[[Pixels], T], *, lenient: bool = False
+    source: Path | MediaFile,
+    numbers: Sequence[int],
+    keep: Callable[[Pixels], T],
+    *,
+    one_thread: bool = False,
+    lenient: bool = False,
 ) -> Frames[T]:
     """Decode from the beginning and count. Has the frames before the first that the decoder refuses."""
     wanted, last = set(numbers), max(numbers)
     frames: Frames[T] = Frames()
     number, problem = 0, None
     with open_video(source) as (container, stream):
-        _set_up(stream, one_thread=True, lenient=lenient)
+        _set_up(stream, one_thread=one_thread, lenient=lenient)
         for event in _decoded(container, stream):
+            frames.num_problems += event.problem is not None
             problem = problem or event.problem
             if event.frame is None:
                 if lenient:
@@ -191,7 +216,7 @@ def _by_counting(
             if number in wanted:
                 frames.kept[number] = keep(to_rgb(event.frame, stream))
                 if problem:
-                    frames.damage[number] = f"{problem}, which concerns frame {number}"
+                    frames.damage[number] = f"{problem} at frame {number}"
             number += 1
             if number > last:
                 break
@@ -237,7 +262,7 @@ def _decoded(container: Any, stream: Any) -> Iterator[_Event]:
 def _set_up(stream: Any, *, one_thread: bool, lenient: bool) -> None:
     context = stream.codec_context
     if one_thread:
-        stream.thread_type = "NONE"
+        stream.thread_type, stream.thread_count = "NONE", 1
     if not lenient:
         explode = "+explode" if context.name in _EXPLODE else ""
         context.options = {"err_detect": _STRICT + explode}

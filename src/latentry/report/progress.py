@@ -70,7 +70,7 @@ class Rate:
         self._points: deque[tuple[float, int]] = deque()
 
     def update(self, num_done: int) -> float | None:
-        """The rate after so many samples; None until it is known."""
+        """The rate when this number of samples is done; None until it is known."""
         now_s = self._clock()
         # The samples of a batch are reported in one instant, which is one point.
         if self._points and now_s - self._points[-1][0] < _MIN_GAP_S:

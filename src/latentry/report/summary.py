@@ -27,6 +27,8 @@ class PrepareResult:
     """Whether this is a plan only, and nothing was written."""
     num_encoded: int
     """Samples that this run encoded; with ``dry_run``, that it would encode."""
+    num_captions_only: int
+    """How many of them were in the cache except for their captions, so that only these were encoded."""
     num_already_done: int
     """Samples that the cache held already, unchanged."""
     num_removed: int
@@ -83,6 +85,7 @@ class PrepareResult:
             "output_dir": str(self.output_dir),
             "dry_run": self.dry_run,
             "encoded": self.num_encoded,
+            "captions_only": self.num_captions_only,
             "already_done": self.num_already_done,
             "removed": self.num_removed,
             "failed": len(self.failures),

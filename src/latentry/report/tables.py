@@ -33,8 +33,7 @@ def render(result: PrepareResult) -> RenderableType:
         parts.append(Text(f"captions: {counts}"))
     if result.caption_problems:
         shown = list(result.caption_problems.items())[:_NUM_FAILURES_SHOWN]
-        count = counted(len(result.caption_problems), "caption problem")
-        parts.append(Text(f"{count}; the next source was used:"))
+        parts.append(Text(f"{counted(len(result.caption_problems), 'caption problem')}:"))
         parts += [Text(f"  {file} {problem}") for file, problem in shown]
         if (hidden := len(result.caption_problems) - len(shown)) > 0:
             parts.append(Text(f"  and {hidden} more"))
@@ -88,8 +87,9 @@ def _bucket_table(result: PrepareResult) -> Table:
 
 def _totals(result: PrepareResult) -> str:
     verb = "would be encoded" if result.dry_run else "encoded"
+    some = f" ({result.num_captions_only} of them only their captions)" if result.num_captions_only else ""
     parts = [
-        f"{result.num_encoded} {verb}",
+        f"{result.num_encoded} {verb}{some}",
         f"{result.num_already_done} already done",
         f"{len(result.failures)} failed",
     ]

@@ -7,19 +7,32 @@ dictionaries stack the tensors, which copies them.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from latentry.cache.read.columns import Columns
-from latentry.cache.read.fields import VIDEO_FIELDS
+from latentry.cache.read.fields import IMAGE_FIELDS, IMAGE_TOKEN_FIELDS, VIDEO_FIELDS
+from latentry.cache.read.warn_once import WarnOnce
 from latentry.errors import CacheFileError, ConfigError
+from latentry.serve.all_captions import pad_captions
+from latentry.serve.stacking import stack_fields, stacked
 
 Batch = dict[str, Any]
 
 _IMAGE_TENSORS = ("latent", "crop_resolution", "original_resolution", "crop_offset")
 _IMAGE_VALUES = ("prompt", "image_path", "bucket_id", "aspect_ratio")
-_IMAGE_TEXT = ("clip_hidden", "pooled_prompt_embeds", "prompt_embeds", "clip_tokens", "t5_tokens")
+_IMAGE_TEXT = tuple(
+    replace(field, required=False) for field in (*IMAGE_FIELDS.text, *IMAGE_TOKEN_FIELDS.text)
+)
+_IMAGE_NAMES = frozenset(
+    [*_IMAGE_TENSORS, *_IMAGE_VALUES, *(field.name for field in _IMAGE_TEXT), "cache_file"]
+)
+_VIDEO_NAMES = VIDEO_FIELDS.names | {"bucket_resolution", "cache_file"}
+_warn_once = WarnOnce()
+"""For batches that are collated without their dataset."""
 
 
 def collate_fn_production(batch: Sequence[Mapping[str, Any]]) -> Batch:
@@ -28,7 +41,10 @@ def collate_fn_production(batch: Sequence[Mapping[str, Any]]) -> Batch:
     Args:
         batch: Samples of a ``TextToImageDataset``.
     """
-    return _stack_images(Columns.of_items(batch))
+    columns = Columns.of_items(batch)
+    output = _stack_images(columns)
+    output |= _unknown_tensors(columns, _IMAGE_NAMES, output, _warn_once)
+    return output | _unknown_values(columns, _IMAGE_NAMES, output, _warn_once)
 
 
 def collate_fn_text_to_image(batch: Sequence[Mapping[str, Any]]) -> Batch:
@@ -51,50 +67,100 @@ def collate_fn_video(batch: Sequence[Mapping[str, Any]], model_type: str = "wan"
     return video_batch(Columns.of_items(batch))
 
 
-def image_batch(columns: Columns) -> Batch:
-    """What ``collate_fn_text_to_image`` returns, from columns."""
-    stacked = _stack_images(columns)
+def image_batch(columns: Columns, warn_once: WarnOnce = _warn_once) -> Batch:
+    """What ``collate_fn_text_to_image`` returns, from columns.
+
+    Args:
+        columns: The samples.
+        warn_once: Logs which fields cannot be served.
+    """
+    images = _stack_images(columns)
     output: Batch = {
-        "image_latents": stacked["latent"],
+        "image_latents": images.pop("latent"),
         "data_type": "image",
         "metadata": {
-            "prompts": stacked["prompt"],
-            "image_paths": stacked["image_path"],
-            "bucket_ids": stacked["bucket_id"],
-            "aspect_ratios": stacked["aspect_ratio"],
-            "crop_resolution": stacked["crop_resolution"],
-            "original_resolution": stacked["original_resolution"],
-            "crop_offset": stacked["crop_offset"],
+            "prompts": images.pop("prompt"),
+            "image_paths": images.pop("image_path"),
+            "bucket_ids": images.pop("bucket_id"),
+            "aspect_ratios": images.pop("aspect_ratio"),
+            "crop_resolution": images.pop("crop_resolution"),
+            "original_resolution": images.pop("original_resolution"),
+            "crop_offset": images.pop("crop_offset"),
         },
     }
-    if "prompt_embeds" in stacked:
-        output["text_embeddings"] = stacked["prompt_embeds"]
-    for key in ("pooled_prompt_embeds", "clip_hidden", "clip_tokens", "t5_tokens"):
-        if key in stacked:
-            output[key] = stacked[key]
+    if "prompt_embeds" in images:
+        output["text_embeddings"] = images.pop("prompt_embeds")
+    output |= images
+    output |= _unknown_tensors(columns, _IMAGE_NAMES, output, warn_once)
+    output["metadata"] |= _unknown_values(columns, _IMAGE_NAMES, output["metadata"], warn_once)
     return output
 
 
-def video_batch(columns: Columns) -> Batch:
-    """What ``collate_fn_video`` returns, from columns."""
+def video_batch(columns: Columns, warn_once: WarnOnce = _warn_once) -> Batch:
+    """What ``collate_fn_video`` returns, from columns.
+
+    Args:
+        columns: The samples.
+        warn_once: Logs which fields cannot be served.
+    """
     _check_not_empty(columns)
-    output: Batch = {
-        "video_latents": _stacked(columns, "video_latents").flatten(0, 1),
-        "text_embeddings": _stacked(columns, "text_embeddings").flatten(0, 1),
-        "data_type": "video",
-    }
-    for field in VIDEO_FIELDS.text:
-        if not field.required and field.name in columns.tensors:
-            output[field.name] = _stacked(columns, field.name).flatten(0, 1)
+    columns = pad_captions(columns, VIDEO_FIELDS.of_captions)
+    fields = stack_fields(columns, (VIDEO_FIELDS.latents, *VIDEO_FIELDS.text))
+    output: Batch = {name: tensor.flatten(0, 1) for name, tensor in fields.items()}
+    output["data_type"] = "video"
+    for name, tensor in _unknown_tensors(columns, _VIDEO_NAMES, output, warn_once).items():
+        # Video files store tensors with a leading dimension of 1.
+        output[name] = tensor.flatten(0, 1) if tensor.ndim > 1 and tensor.shape[1] == 1 else tensor
+    if values := _unknown_values(columns, _VIDEO_NAMES, {}, warn_once):
+        output["metadata"] = values
     return output
 
 
 def _stack_images(columns: Columns) -> Batch:
     _check_not_empty(columns)
-    output: Batch = {key: _stacked(columns, key) for key in _IMAGE_TENSORS}
+    columns = pad_captions(columns, _IMAGE_TEXT)
+    output: Batch = {key: stacked(columns, key) for key in _IMAGE_TENSORS}
     output |= {key: _listed(columns, key) for key in _IMAGE_VALUES}
-    output |= {key: _stacked(columns, key) for key in _IMAGE_TEXT if key in columns.tensors}
+    return output | stack_fields(columns, _IMAGE_TEXT)
+
+
+def _unknown_tensors(
+    columns: Columns, known: AbstractSet[str], batch: Batch, warn_once: WarnOnce
+) -> dict[str, torch.Tensor]:
+    """The tensors that no tool is known to write, stacked. Those that cannot be in the batch are left out."""
+    output = {}
+    for name in columns.tensors:
+        if name in known:
+            continue
+        shapes = {None if tensor is None else tensor.shape for tensor in columns.tensors[name]}
+        if name in batch:
+            _warn_left_out(columns, name, "the batch has another field of this name", warn_once)
+        elif None in shapes:
+            _warn_left_out(columns, name, "not every sample has it as a tensor", warn_once)
+        elif len(shapes) > 1:
+            _warn_left_out(columns, name, "its shapes differ", warn_once)
+        else:
+            output[name] = stacked(columns, name)
     return output
+
+
+def _unknown_values(
+    columns: Columns, known: AbstractSet[str], target: Mapping[str, Any], warn_once: WarnOnce
+) -> dict[str, list[Any]]:
+    """The plain values that no tool is known to write, one per sample."""
+    output = {}
+    for name, values in columns.values.items():
+        if name in known or name in columns.tensors or all(value is None for value in values):
+            continue
+        if name in target:
+            _warn_left_out(columns, name, "the batch has another field of this name", warn_once)
+        else:
+            output[name] = list(values)
+    return output
+
+
+def _warn_left_out(columns: Columns, name: str, reason: str, warn_once: WarnOnce) -> None:
+    warn_once(name, "%s: %s is left out of the batch: %s", columns.describe(0), name, reason)
 
 
 def _check_not_empty(columns: Columns) -> None:
@@ -108,22 +174,3 @@ def _listed(columns: Columns, key: str) -> list[Any]:
     if values is None:
         raise CacheFileError(f"{columns.describe(0)} has no {key}")
     return list(values)
-
-
-def _stacked(columns: Columns, key: str) -> torch.Tensor:
-    """The field's tensors, which must all have the same shape."""
-    column = columns.tensors.get(key)
-    if isinstance(column, torch.Tensor):
-        return column
-    present = [(i, tensor) for i, tensor in enumerate(column or ()) if tensor is not None]
-    if not present:
-        raise CacheFileError(f"{columns.describe(0)} has no {key}")
-    first, like = present[0]
-    for i, tensor in enumerate(column or ()):
-        if tensor is None or tensor.shape != like.shape:
-            found = "missing" if tensor is None else f"{list(tensor.shape)}"
-            raise CacheFileError(
-                f"{columns.describe(i)}: {key} is {found}, but {list(like.shape)} in {columns.describe(first)}; "
-                "all samples of a batch must have the same shape"
-            )
-    return torch.stack([tensor for _, tensor in present])

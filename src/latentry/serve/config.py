@@ -32,6 +32,7 @@ def build_text_to_image_multiresolution_dataloader(
     seed: int = 42,
     device: str | torch.device | None = None,
     bucket_order: str = "sequential",
+    caption_choice: str = "random",
 ) -> tuple[LatentDataLoader, SequentialBucketSampler]:
     """Build a loader over an image cache. Returns the loader and its sampler.
 
@@ -53,9 +54,11 @@ def build_text_to_image_multiresolution_dataloader(
         seed: Seed of the permutations.
         device: Where batches are moved before the trainer gets them. By default they stay in main memory.
         bucket_order: ``sequential`` finishes a bucket before the next one. ``interleaved`` mixes the buckets.
+        caption_choice: Which caption of several a sample has: ``random`` draws one for each epoch, ``first`` is
+            always the same, and ``all`` adds a caption dimension to the text tensors.
     """
     return _build(
-        TextToImageDataset(cache_dir, train_text_encoder=train_text_encoder),
+        TextToImageDataset(cache_dir, train_text_encoder=train_text_encoder, caption_choice=caption_choice),
         LoaderConfig(
             batch_size=batch_size,
             dp_rank=dp_rank,
@@ -91,6 +94,7 @@ def build_video_multiresolution_dataloader(
     prefetch_factor: int = 2,
     seed: int = 42,
     bucket_order: str = "sequential",
+    caption_choice: str = "random",
 ) -> tuple[LatentDataLoader, SequentialBucketSampler]:
     """Build a loader over a video cache. Returns the loader and its sampler.
 
@@ -113,9 +117,11 @@ def build_video_multiresolution_dataloader(
         prefetch_factor: Batches that are prefetched per worker thread.
         seed: Seed of the permutations.
         bucket_order: ``sequential`` finishes a bucket before the next one. ``interleaved`` mixes the buckets.
+        caption_choice: Which caption of several a sample has: ``random`` draws one for each epoch, ``first`` is
+            always the same, and ``all`` adds a caption dimension to the text tensors.
     """
     return _build(
-        TextToVideoDataset(cache_dir, model_type=model_type),
+        TextToVideoDataset(cache_dir, model_type=model_type, caption_choice=caption_choice),
         LoaderConfig(
             batch_size=batch_size,
             dp_rank=dp_rank,
@@ -223,6 +229,8 @@ class TextToImageDataloaderConfig:
     """Seed of the permutations."""
     bucket_order: str = "sequential"
     """``sequential`` finishes a bucket before the next one; ``interleaved`` mixes the buckets."""
+    caption_choice: str = "random"
+    """Which caption of several a sample has: ``random``, ``first`` or ``all``."""
 
     def build(
         self, *, dp_rank: int | None, dp_world_size: int | None, batch_size: int
@@ -271,6 +279,8 @@ class TextToVideoDataloaderConfig:
     """Seed of the permutations."""
     bucket_order: str = "sequential"
     """``sequential`` finishes a bucket before the next one; ``interleaved`` mixes the buckets."""
+    caption_choice: str = "random"
+    """Which caption of several a sample has: ``random``, ``first`` or ``all``."""
 
     def build(
         self, *, dp_rank: int | None, dp_world_size: int | None, batch_size: int

@@ -11,6 +11,7 @@ from latentry.serve.order import (
     Segment,
     SequentialSchedule,
 )
+from latentry.serve.sample_index import caption_draw
 
 BUCKET_ORDERS = ("sequential", "interleaved")
 
@@ -30,6 +31,8 @@ class EpochOrder:
     def __init__(self, segment: Segment, epoch: int, settings: OrderSettings) -> None:
         interleaved = segment.bucket_order == "interleaved"
         self.segment = segment
+        self.caption_draw = caption_draw(settings.seed, epoch)
+        """The number that the captions of this epoch are drawn with."""
         self._permutations = EpochPermutations(
             segment.sizes,
             seed=settings.seed,

@@ -196,14 +196,16 @@ class LatentDataLoader(AccelerateHooks, DataLoader[Any]):
         """The function that reads and collates a batch."""
         dataset: Any = self.dataset
         collate: Callable[[Any], Batch] = self.collate_fn
-        if collate == dataset.collate_items and not dataset.has_own_items:
-            return lambda indices: dataset.collate(dataset.read_batch(indices, self._resources))
+        is_own_collate = collate == dataset.collate_items
 
         def read(indices: Sequence[int]) -> Batch:
             if dataset.has_own_items:
                 batch = collate(dataset.__getitems__(indices))
+            elif is_own_collate:
+                batch = dataset.collate(dataset.read_batch(indices, self._resources))
             else:
                 batch = collate(dataset.read_batch(indices, self._resources).items())
+            # What was read into pinned memory stays as it is.
             return _map_tensors(batch, torch.Tensor.pin_memory) if self.pin_memory else batch
 
         return read

@@ -10,6 +10,8 @@ import numpy as np
 
 from latentry.serve.epoch_order import EpochOrder, OrderSettings
 from latentry.serve.order import Indices, Segment
+from latentry.serve.row_numbers import RowNumbers
+from latentry.serve.sample_index import SampleIndex
 from latentry.serve.sampler_state import Position
 
 logger = logging.getLogger(__name__)
@@ -23,6 +25,7 @@ class EpochProgress:
         settings: What decides its permutations.
         groups: The buckets, each with its ``indices``.
         rank: The rank whose samples are returned.
+        draws_captions: Whether indices say which caption is read.
     """
 
     def __init__(
@@ -31,11 +34,14 @@ class EpochProgress:
         settings: OrderSettings,
         groups: Sequence[Mapping[str, Any]],
         rank: int,
+        *,
+        draws_captions: bool = False,
     ) -> None:
         self._whole_epoch = whole_epoch
         self._settings = settings
         self._groups = groups
         self._rank = rank
+        self._draws_captions = draws_captions
         self._order: EpochOrder | None = None
         self._start = 0
         self._is_resuming = False
@@ -51,8 +57,10 @@ class EpochProgress:
 
     def indices(self, step: int, order: EpochOrder | None = None) -> list[int]:
         """The rank's samples of a batch, counted from the beginning of the epoch."""
-        bucket, within_bucket = (order or self.order).bucket_and_samples(step, self._rank)
-        return _look_up(self._groups[bucket]["indices"], within_bucket)
+        order = order or self.order
+        bucket, within_bucket = order.bucket_and_samples(step, self._rank)
+        indices = _look_up(self._groups[bucket]["indices"], within_bucket)
+        return [SampleIndex(idx, order.caption_draw) for idx in indices] if self._draws_captions else indices
 
     def begin_iteration(self) -> EpochIteration:
         """Begin a pass: after a loaded position the first time, otherwise at the beginning of the epoch."""
@@ -135,9 +143,9 @@ class EpochIteration:
 
 
 def _look_up(indices: Any, positions: Indices) -> list[int]:
-    """``[indices[p] for p in positions]``, fast for ranges and arrays."""
-    if isinstance(indices, range):
-        return [int(index) for index in indices.start + positions * indices.step]
-    if isinstance(indices, np.ndarray):
-        return [int(index) for index in indices[positions]]
+    """``[indices[p] for p in positions]``, fast for ranges, arrays and the datasets' own."""
+    if isinstance(indices, (range, np.ndarray)):
+        indices = RowNumbers(indices)
+    if isinstance(indices, RowNumbers):
+        return indices.look_up(positions)
     return [int(indices[position]) for position in positions]

@@ -32,7 +32,8 @@ class BucketedDataset(Protocol):
     """What the sampler needs of a dataset.
 
     Each group has ``indices`` (a list, a numpy array or a ``range``), ``resolution``, ``pixels`` and ``aspect_name``.
-    If the dataset has a ``fingerprint``, it is part of the saved state.
+    If the dataset has a ``fingerprint``, it is part of the saved state. If it has ``draws_captions``, and that is true,
+    indices say which caption is read: they are ``SampleIndex`` objects.
     """
 
     calculator: MultiTierBucketCalculator
@@ -128,7 +129,13 @@ class SequentialBucketSampler(Sampler[list[int]]):
             bucket_order=bucket_order,
         )
         self._settings = OrderSettings(seed, shuffle_buckets, shuffle_within_bucket)
-        self._progress = EpochProgress(self._whole_epoch, self._settings, self._groups, rank)
+        self._progress = EpochProgress(
+            self._whole_epoch,
+            self._settings,
+            self._groups,
+            rank,
+            draws_captions=getattr(dataset, "draws_captions", False),
+        )
         self._fingerprint: str | None = None
         if rank == 0:
             self._report_left_out()

@@ -23,8 +23,8 @@ class CaptionFolders:
         self._source = source
         self._finders = [make_finder(root) for root in source.roots]
 
-    def find(self, name: str) -> Caption:
-        """The caption of a file.
+    def find(self, name: str) -> Caption | None:
+        """The captions of a file; None if it has none and gets no other one.
 
         Args:
             name: The file's name in the source.
@@ -33,6 +33,16 @@ class CaptionFolders:
         assert located is not None, f"{name} is in none of the folders"
         number, name_in_folder = located
         return self._finders[number].find(name_in_folder)
+
+    @property
+    def required(self) -> bool:
+        """Whether a file without a caption is a failure."""
+        return self._finders[0].required
+
+    def note_unmatched_entries(self) -> None:
+        """Record as problems the entries of lists for which there is no file. Call it after all lookups."""
+        for finder in self._finders:
+            finder.note_unmatched_entries()
 
     @property
     def counts(self) -> Counter[str]:

@@ -11,15 +11,31 @@ import json
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path, PurePosixPath
-from typing import Any
 
 from latentry.errors import ConfigError
+from latentry.sources.caption_lists import (
+    CaptionKeys,
+    CaptionList,
+    Entries,
+    Texts,
+    csv_rows,
+    json_items,
+    json_items_if_any,
+    json_lines,
+    json_object_or_lines,
+)
+from latentry.sources.folder_names import FolderNames
 from latentry.types import Caption
 
-CAPTION_FORMATS = ("auto", "sidecar", "txt", "jsonl", "meta_json")
-_AUTO_ORDER = ("sidecar", "txt", "jsonl")
-_NAME_FIELDS = ("file_name", "filename")
+CAPTION_FORMATS = ("auto", "sidecar", "txt", "jsonl", "csv", "meta_json")
+_AUTO_ORDER = ("sidecar", "txt", "jsonl", "csv", "meta_json")
+CAPTION_FALLBACKS = ("filename", "empty", "skip")
+"""What an input without a caption gets: its name, an empty caption, or no place in the cache."""
+NO_CAPTION = "has no caption"
+"""Why an input without a caption is a failure, or left out."""
+_TEXT_ENDINGS = (".txt", ".caption")
 _NOT_CAPTIONS = ("failures.jsonl",)  # written by a run whose output is inside its input folder
 
 
@@ -28,15 +44,21 @@ class CaptionFinder:
 
     >>> finder = CaptionFinder(Path("photos"))
     >>> finder.find("trips/red_car.jpg")
-    Caption(text='red car', source='file name')
+    Caption(text='red car', source='file name', more=())
 
     Args:
         root: The folder.
-        caption_format: One of ``CAPTION_FORMATS``. ``auto`` tries ``sidecar``, ``txt`` and ``jsonl``, in that
-            order; every other value tries that source only. The last resort is always the file name.
-        field: The key of the caption in all JSON files. None means ``caption``, or ``lines_field`` in
-            ``.jsonl`` files.
-        lines_field: The key of the caption in ``.jsonl`` files if ``field`` is None.
+        caption_format: One of ``CAPTION_FORMATS``. ``auto`` tries all others in that order; every other value tries
+            that source only.
+        field: The key of the caption in all files with keys, or several keys separated by commas. None means
+            ``caption`` in JSON files, and ``lines_field``, ``caption`` or ``text`` in ``.jsonl`` and ``.csv`` files.
+            These are also tried last if no source has the named keys.
+        lines_field: The first key to try in ``.jsonl`` and ``.csv`` files.
+        fallback: One of ``CAPTION_FALLBACKS``, for a file without a caption.
+        required: Give a file without a caption no other one, whatever ``fallback`` says.
+        prefix: Put before every caption, as it is.
+        suffix: Put after every caption, as it is.
+        lines: Take each line of a text file as a caption.
     """
 
     def __init__(
@@ -45,25 +67,40 @@ class CaptionFinder:
         caption_format: str = "auto",
         field: str | None = None,
         lines_field: str = "internvl",
+        *,
+        fallback: str = "filename",
+        required: bool = False,
+        prefix: str = "",
+        suffix: str = "",
+        lines: bool = False,
     ) -> None:
-        if caption_format not in CAPTION_FORMATS:
-            raise ConfigError(
-                f"unknown caption_format {caption_format!r}; choose one of {', '.join(CAPTION_FORMATS)}"
-            )
+        for what, value, allowed in (
+            ("caption_format", caption_format, CAPTION_FORMATS),
+            ("caption_fallback", fallback, CAPTION_FALLBACKS),
+        ):
+            if value not in allowed:
+                raise ConfigError(f"unknown {what} {value!r}; choose one of {', '.join(allowed)}")
         self._root = root
-        self._json_field = field or "caption"
-        self._lines_field = field or lines_field
-        lookups: dict[str, Callable[[str], str | None]] = {
+        named = tuple(key.strip() for key in field.split(",") if key.strip()) if field else ()
+        self._json_keys = CaptionKeys(named, ("caption",))
+        self._list_keys = CaptionKeys(named, tuple(dict.fromkeys((lines_field, "caption", "text"))))
+        lookups: dict[str, Callable[[str], Texts | None]] = {
             "sidecar": self._from_sidecar_json,
             "txt": self._from_sidecar_text,
             "jsonl": self._from_lines,
+            "csv": self._from_csv,
             "meta_json": self._from_meta_json,
         }
         order = _AUTO_ORDER if caption_format == "auto" else (caption_format,)
         self._lookups = [(name, lookups[name]) for name in order]
-        self._lists: dict[Path, dict[str, Any]] = {}
+        self._meta_entries = json_items_if_any if caption_format == "auto" else json_items
+        self._fallback = "skip" if required else fallback
+        self.required = required
+        """Whether a file without a caption is a failure."""
+        self._prefix, self._suffix, self._by_line = prefix, suffix, lines
+        self._lists: dict[Path, CaptionList] = {}
         self._line_files: dict[str, list[Path]] = {}
-        self._names: dict[str, frozenset[str]] = {}
+        self._folders: dict[str, FolderNames] = {}
         self.counts: Counter[str] = Counter()
         """How many captions came from each source."""
         self.problems: dict[str, str] = {}
@@ -71,43 +108,57 @@ class CaptionFinder:
         self.files_read: set[Path] = set()
         """All files that were read for captions."""
 
-    def find(self, name: str) -> Caption:
-        """The caption of a file.
+    def find(self, name: str) -> Caption | None:
+        """The captions of a file; None if it has none and gets no other one.
 
         Args:
-            name: The file's path relative to the root, with forward slashes.
+            name: The file's path relative to the folder, with forward slashes.
         """
+        elsewhere: tuple[str, Texts] | None = None
         for source, look_up in self._lookups:
-            text = look_up(name)
-            if text is not None:
-                self.counts[source] += 1
-                return Caption(text, source)
-        self.counts["file name"] += 1
-        return Caption(PurePosixPath(name).stem.replace("_", " "), "file name")
+            found = look_up(name)
+            if found is not None and not found.under_default_key:
+                return self._caption(found.texts, source)
+            if found is not None and elsewhere is None:
+                elsewhere = source, found
+        if elsewhere is not None:
+            source, found = elsewhere
+            return self._caption(found.texts, source)
+        if self._fallback == "filename":
+            return self._caption((PurePosixPath(name).stem.replace("_", " "),), "file name")
+        return self._caption(("",), "empty") if self._fallback == "empty" else None
 
-    def _names_in(self, folder: str) -> frozenset[str]:
-        """The names in a folder. Listed once, so that a million files cost no lookups of absent sidecars."""
-        if folder not in self._names:
-            try:
-                self._names[folder] = frozenset(os.listdir(self._root / folder))
-            except OSError:
-                self._names[folder] = frozenset()
-        return self._names[folder]
+    def _caption(self, texts: tuple[str, ...], source: str) -> Caption:
+        self.counts[source] += 1
+        first, *more = (f"{self._prefix}{text}{self._suffix}" for text in texts)
+        return Caption(first, source, tuple(more))
 
-    def _file(self, folder: str, name: str) -> Path | None:
-        """The path of a regular file in a folder, or None if there is none of this name."""
-        if name not in self._names_in(folder):
-            return None
-        path = self._root / folder / name
-        return path if path.is_file() else None
+    def note_unmatched_entries(self) -> None:
+        """Record as problems the entries of lists for which there is no file. Call it after all lookups."""
+        for listed in self._lists.values():
+            folder = listed.file.parent
+            missing = listed.without_file(partial(self._exists, folder))
+            if missing:
+                entries = "1 entry" if len(missing) == 1 else f"{len(missing)} entries"
+                self._note(listed.file, f"has {entries} for which there is no file, such as {missing[0]!r}")
+
+    def _exists(self, folder: Path, name: str) -> bool:
+        """Whether a folder of a list has a file of this name, which may be in a subfolder."""
+        parent, _, base = os.path.relpath(folder / name, self._root).replace(os.sep, "/").rpartition("/")
+        return not name.startswith(("/", "../")) and self._names_in(parent).has(base)
+
+    def _names_in(self, folder: str) -> FolderNames:
+        if folder not in self._folders:
+            self._folders[folder] = FolderNames(self._root / folder)
+        return self._folders[folder]
 
     # ---- beside the file --------------------------------------------------------------------
 
     def _sidecar(self, name: str, suffix: str) -> Path | None:
         folder, _, base = name.rpartition("/")
-        return self._file(folder, os.path.splitext(base)[0] + suffix)
+        return self._names_in(folder).file(os.path.splitext(base)[0] + suffix)
 
-    def _from_sidecar_json(self, name: str) -> str | None:
+    def _from_sidecar_json(self, name: str) -> Texts | None:
         sidecar = self._sidecar(name, ".json")
         if sidecar is None:
             return None
@@ -116,82 +167,84 @@ class CaptionFinder:
         except (ValueError, RecursionError) as error:
             self._note(sidecar, f"is not valid JSON: {error}")
             return None
-        return self._field_of(content, self._json_field, sidecar)
+        return self._json_keys.texts_of(content, sidecar, self._note)
 
-    def _from_sidecar_text(self, name: str) -> str | None:
-        sidecar = self._sidecar(name, ".txt")
-        if sidecar is None:
-            return None
-        text = self._read_text(sidecar)
-        if text is not None and not text.strip():
-            self._note(sidecar, "is empty")
-        return text.strip() or None if text else None
+    def _from_sidecar_text(self, name: str) -> Texts | None:
+        for ending in _TEXT_ENDINGS:
+            sidecar = self._sidecar(name, ending)
+            text = None if sidecar is None else self._read_text(sidecar)
+            if text is not None:
+                lines = [line.strip() for line in text.split("\n")] if self._by_line else [text.strip()]
+                return Texts(tuple(dict.fromkeys(filter(None, lines))) or ("",), False)
+        return None
 
     # ---- in a list of captions --------------------------------------------------------------
 
-    def _from_lines(self, name: str) -> str | None:
+    def _from_lines(self, name: str) -> Texts | None:
         """Look in the ``.jsonl`` files of the file's folder, then of the folders above it."""
         for folder, name_in_folder in _folders_above(name):
-            for file in self._lists_in(folder, name_in_folder):
-                entry = self._list(file, self._lines_field, _json_lines).get(name_in_folder)
-                if entry is not None:
-                    return str(entry)
+            for file in self._line_files_in(folder):
+                found = self._list(file, self._list_keys, json_lines).find(name_in_folder)
+                if found is not None:
+                    return found
+            if "/" not in name_in_folder:
+                found = self._from_internvl(folder, name_in_folder)
+                if found is not None:
+                    return found
         return None
 
-    def _lists_in(self, folder: str, name_in_folder: str) -> Iterator[Path]:
-        """The caption lists of a folder: its ``.jsonl`` files, then ``<prefix>_internvl.json``."""
+    def _line_files_in(self, folder: str) -> list[Path]:
         if folder not in self._line_files:
-            names = sorted(name for name in self._names_in(folder) if name.endswith(".jsonl"))
-            files = [self._file(folder, name) for name in names if name not in _NOT_CAPTIONS]
-            self._line_files[folder] = [file for file in files if file is not None]
-        yield from self._line_files[folder]
-        if "_sample" in name_in_folder and "/" not in name_in_folder:
-            shared = self._file(folder, f"{name_in_folder.rpartition('_sample')[0]}_internvl.json")
-            if shared is not None:
-                yield shared
+            files = self._names_in(folder).files_ending_in(".jsonl")
+            self._line_files[folder] = [file for file in files if file.name not in _NOT_CAPTIONS]
+        return self._line_files[folder]
 
-    def _from_meta_json(self, name: str) -> str | None:
-        for folder, name_in_folder in _folders_above(name):
-            file = self._file(folder, "meta.json")
+    def _from_internvl(self, folder: str, name: str) -> Texts | None:
+        """Look in ``cat_internvl.json`` for ``cat.jpg``, and in ``set1_internvl.json`` for ``set1_sample7.jpg``."""
+        stem = os.path.splitext(name)[0]
+        for prefix in dict.fromkeys((stem, *([name.rpartition("_sample")[0]] if "_sample" in name else []))):
+            file = self._names_in(folder).file(f"{prefix}_internvl.json")
             if file is not None:
-                entry = self._list(file, self._json_field, _json_items).get(name_in_folder)
-                if entry is not None:
-                    return str(entry)
+                own = prefix == stem
+                listed = self._list(file, self._list_keys, json_object_or_lines, nameless=own)
+                found = listed.find(name) or (listed.nameless if own else None)
+                if found is not None:
+                    return found
+        return None
+
+    def _from_csv(self, name: str) -> Texts | None:
+        return self._from_list_named("metadata.csv", name, self._list_keys, csv_rows)
+
+    def _from_meta_json(self, name: str) -> Texts | None:
+        return self._from_list_named("meta.json", name, self._json_keys, self._meta_entries)
+
+    def _from_list_named(
+        self, file_name: str, name: str, keys: CaptionKeys, entries_of: Callable[[str], Entries]
+    ) -> Texts | None:
+        """Look in the list of this name in the file's folder, then in the folders above it."""
+        for folder, name_in_folder in _folders_above(name):
+            file = self._names_in(folder).file(file_name)
+            found = None if file is None else self._list(file, keys, entries_of).find(name_in_folder)
+            if found is not None:
+                return found
         return None
 
     def _list(
-        self, file: Path, field: str, entries_of: Callable[[str], Iterator[tuple[str, Any]]]
-    ) -> dict[str, str]:
-        """Name to caption for a list of captions, read once."""
+        self,
+        file: Path,
+        keys: CaptionKeys,
+        entries_of: Callable[[str], Entries],
+        *,
+        nameless: bool = False,
+    ) -> CaptionList:
+        """A list of captions, read once."""
         if file not in self._lists:
-            captions: dict[str, str] = {}
-            try:
-                for position, entry in entries_of(self._read_text(file) or ""):
-                    name = _name_of(entry)
-                    text = self._field_of(entry, field, f"{file}, {position}") if name else None
-                    if name is None:
-                        self._note(f"{file}, {position}", f"has neither {' nor '.join(_NAME_FIELDS)}")
-                    elif text is not None:
-                        captions[name] = text
-            except ValueError as error:
-                self._note(file, str(error))
-            self._lists[file] = captions
+            content = self._read_text(file)
+            entries = entries_of if content is not None else (lambda _: iter(()))
+            self._lists[file] = CaptionList(file, content or "", keys, entries, self._note, nameless=nameless)
         return self._lists[file]
 
     # ---- reading ----------------------------------------------------------------------------
-
-    def _field_of(self, entry: Any, field: str, where: Path | str) -> str | None:
-        """The caption under a key of an entry; None, and a problem, if there is no usable text."""
-        value = entry.get(field) if isinstance(entry, dict) else None
-        if not (isinstance(value, str) and value.strip()):
-            self._note(where, f"has no text under {field!r}")
-            return None
-        try:
-            value.encode()
-        except UnicodeEncodeError:
-            self._note(where, f"has an incomplete character (an unpaired surrogate) under {field!r}")
-            return None
-        return value.strip()
 
     def _read_text(self, file: Path) -> str | None:
         self.files_read.add(file)
@@ -211,42 +264,3 @@ def _folders_above(name: str) -> Iterator[tuple[str, str]]:
     while folder:
         folder = folder.rpartition("/")[0]
         yield folder, name[len(folder) + 1 :] if folder else name
-
-
-def _name_of(entry: Any) -> str | None:
-    if isinstance(entry, dict):
-        for field in _NAME_FIELDS:
-            if isinstance(entry.get(field), str):
-                return PurePosixPath(entry[field].replace("\\", "/")).as_posix()
-    return None
-
-
-def _json_lines(text: str) -> Iterator[tuple[str, Any]]:
-    """The entries of a file with one JSON object per line. A file that is one JSON list is accepted too."""
-    if text.lstrip().startswith("["):
-        yield from _json_items(text)
-        return
-    for number, line in enumerate(
-        text.split("\n"), start=1
-    ):  # not splitlines(): captions may contain other line separators
-        if line.strip():
-            try:
-                yield f"line {number}", json.loads(line)
-            except (ValueError, RecursionError) as error:
-                yield f"line {number} ({error})", None
-
-
-def _json_items(text: str) -> Iterator[tuple[str, Any]]:
-    """The entries of a JSON list, or of the list under ``items`` or ``data``."""
-    try:
-        content = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"is not valid JSON: {error}") from None
-    if isinstance(content, dict):
-        content = next(
-            (content[key] for key in ("items", "data") if isinstance(content.get(key), list)), None
-        )
-    if not isinstance(content, list):
-        raise ValueError("has no list of entries (at the top level, or under 'items' or 'data')")
-    for number, entry in enumerate(content):
-        yield f"entry {number}", entry

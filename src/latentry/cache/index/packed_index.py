@@ -21,7 +21,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from latentry.cache.format import METADATA_NAME, CacheMetadata, Row, row_from_dict
-from latentry.cache.packed_format import PARTS, PackedEntry, RowLocation, index_schema
+from latentry.cache.packed_format import PackedEntry, RowLocation, index_schema
 from latentry.errors import CacheNotFoundError, MetadataError
 from latentry.storage import path_inside
 from latentry.types import Bucket, BucketKey
@@ -136,7 +136,7 @@ class PackedIndex:
         block = self._blocks.get(number)
         if block is None:
             try:
-                block = _Block(self._reader.get_batch(number), self.path)
+                block = _Block(self._reader.get_batch(number), self.path, self._header.parts)
             except (OSError, pa.ArrowException, ValueError) as error:
                 raise MetadataError(f"{self.path} is damaged: {error}") from None
             self._blocks[number] = block
@@ -151,7 +151,7 @@ class PackedIndex:
 class _Block:
     """A block of rows as plain arrays over the mapped file. Text is read only within its bounds."""
 
-    def __init__(self, batch: Any, path: Path) -> None:
+    def __init__(self, batch: Any, path: Path, parts: Sequence[str]) -> None:
         batch.validate()
         self.num_rows = batch.num_rows
         self._path = path
@@ -168,8 +168,7 @@ class _Block:
                 self._numbers[name] = column.to_numpy()
         self._locations = {
             part: tuple(self._numbers[f"{part}_{what}"] for what in ("row", "offset", "layout", "checksum"))
-            for part in PARTS
-            if f"{part}_row" in self._numbers
+            for part in parts
         }
 
     def number(self, column: str, i: int) -> int:

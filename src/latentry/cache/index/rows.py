@@ -11,7 +11,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, TypeAlias, overload
 
 import msgspec
 import numpy as np
@@ -23,6 +23,15 @@ from latentry.errors import CacheNotFoundError, MetadataError
 from latentry.storage import OpenFile, OpenFiles
 
 _ROW = msgspec.json.Decoder(dict[str, Any])
+
+
+Rows: TypeAlias = "Sequence[dict[str, Any]]"
+"""One dictionary per sample: read when they are asked for, or given by the user."""
+
+
+def stored_row(rows: Rows, position: int) -> dict[str, Any]:
+    """The row at this position; where it may differ, as it is written."""
+    return rows.stored(position) if isinstance(rows, LazyRows) else rows[position]
 
 
 class LazyRows(Sequence[dict[str, Any]]):
@@ -52,7 +61,7 @@ class LazyRows(Sequence[dict[str, Any]]):
 class MetadataRows(LazyRows):
     """The rows of a cache with one file per sample, read from its metadata shards.
 
-    Of each metadata shard that is used, only the positions of its rows are kept, 16 bytes a row. So every row costs one
+    Of each metadata shard that is used, only the positions of its rows are kept, 4 bytes a row. So every row costs one
     small read, in any order. Several threads may read at once.
     """
 
@@ -61,8 +70,8 @@ class MetadataRows(LazyRows):
         self._index = index
         self._ends = list(accumulate(index.shard_lengths))
         self._files = OpenFiles(cache_dir)
-        self._positions: dict[int, npt.NDArray[np.int64]] = {}
-        """For each metadata shard that was used, the start and the end of each row, in bytes."""
+        self._starts: dict[int, npt.NDArray[Any]] = {}
+        """For each metadata shard that was used, the position of each row's first byte, and the size of the file."""
 
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0
@@ -72,14 +81,16 @@ class MetadataRows(LazyRows):
         shard = self._index.metadata.shards[number]
         try:
             file = self._files.get(shard)
-            positions = self._positions.get(number)
-            if positions is None:
-                positions = self._positions[number] = _row_positions(file)
-            start, end = positions[position - (self._ends[number - 1] if number else 0)].tolist()
-            return _ROW.decode(os.pread(file.descriptor, end - start, start))
+            starts = self._starts.get(number)
+            if starts is None:
+                starts = self._starts[number] = _row_starts(file)
+            i = position - (self._ends[number - 1] if number else 0)
+            start, end = starts[i : i + 2].tolist()
+            # After a row come a comma or the end of the list, and white space.
+            return _ROW.decode(os.pread(file.descriptor, end - start, start).rstrip(b" \t\r\n,]"))
         except FileNotFoundError:
             raise CacheNotFoundError(f"{self._cache_dir / shard} is missing; it was there before") from None
-        except (OSError, msgspec.MsgspecError, ValueError, IndexError) as error:
+        except (OSError, msgspec.MsgspecError, ValueError) as error:
             raise MetadataError(
                 f"{self._cache_dir / shard} was changed while it was in use ({error}); open the cache again"
             ) from None
@@ -110,16 +121,15 @@ class PackedRows(LazyRows):
         }
 
 
-def _row_positions(file: OpenFile) -> npt.NDArray[np.int64]:
-    """The first byte of each row of a metadata shard, and the byte after its last one, as [rows,2]."""
+def _row_starts(file: OpenFile) -> npt.NDArray[Any]:
+    """The position of the first byte of each row of a metadata shard, and the size of the file."""
     content = file.read()
-    positions = []
+    starts = []
     end = 0
     for row in msgspec.json.decode(content, type=list[msgspec.Raw]):
-        start = content.index(b"{", end)  # between rows there are only commas and white space
-        end = start + len(memoryview(row))
-        positions.append((start, end))
-    return np.array(positions, np.int64)
+        starts.append(content.index(b"{", end))  # between rows there are only commas and white space
+        end = starts[-1] + len(memoryview(row))
+    return np.array([*starts, len(content)], np.uint32 if len(content) < 1 << 32 else np.uint64)
 
 
 def open_rows(cache_dir: Path, index: CacheIndex | PackedIndex) -> LazyRows:

@@ -1,23 +1,19 @@
-"""Which fields image and video files have, and whether what was read fits its row.
+"""Which fields image and video files have, and which of them are served.
 
-Both datasets and ``latentry verify`` use these checks. They take a batch as it was read and return the fields that are
-served. A leading dimension of 1, which files may have or not, is removed; ``TextToVideoDataset`` adds it again. Optional
-fields that no sample has are left out. Anything wrong raises ``CacheFileError`` with the sample's file. Fields that are
-not listed here are not served.
+Fields of a file that are not listed here are served as they are stored.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import torch
 
-from latentry.cache.read.columns import Column, Columns
-from latentry.errors import CacheFileError
-from latentry.types import Bucket
+from latentry.cache.packed_format import part_of
+from latentry.cache.read.pickle_reader import TensorLocation
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +24,20 @@ class TensorField:
     num_dims: int
     """Dimensions of one sample's tensor. Files may store one more, a leading dimension of 1."""
     required: bool = True
+    padding: Padding | None = None
+    """How samples of different lengths are put into one batch; None if they cannot be."""
+
+
+@dataclass(frozen=True, slots=True)
+class Padding:
+    """Zeros at the end of one dimension, so that all samples of a batch have the same length."""
+
+    mask: str
+    """The name of the mask that says which positions are the sample's own."""
+    dim: int = -2
+    """The dimension, counted from the last."""
+    multiple_of: int = 8
+    """The length is rounded up to a multiple of this."""
 
 
 @dataclass(frozen=True)
@@ -36,213 +46,99 @@ class FileFields:
 
     latents: TensorField
     text: tuple[TensorField, ...]
+    """All tensors but the latents. A mask comes after the tensor that it belongs to."""
     values: tuple[str, ...]
     """Plain values; some tools store them as tensors."""
+    unserved_tensors: tuple[str, ...] = ()
+    """Tensors that files may have, but that are not served."""
+    all_captions: bool = False
+    """Whether all captions of a sample are served, rather than one."""
 
     @cached_property
     def names(self) -> frozenset[str]:
-        """All fields that have to be read."""
+        """All known fields that are served."""
         return frozenset([self.latents.name, *(field.name for field in self.text), *self.values])
 
+    @cached_property
+    def of_captions(self) -> tuple[TensorField, ...]:
+        """The tensors that each caption has."""
+        return tuple(field for field in self.text if part_of(field.name) == "text")
+
+    @cached_property
+    def known(self) -> frozenset[str]:
+        """All known fields, served or not."""
+        return self.names | self.unserved
+
+    @cached_property
+    def unserved(self) -> frozenset[str]:
+        """All known fields that are not served, and not read. Fields that are not known are served."""
+        return (_PLAIN_VALUES | {*self.unserved_tensors}) - self.names
+
+
+_PLAIN_VALUES = frozenset({
+    "original_resolution", "bucket_resolution", "crop_resolution", "crop_offset", "prompt", "image_path", "video_path",
+    "bucket_id", "aspect_ratio", "pixels", "num_frames", "model_type", "model_version", "deterministic_latents",
+    "processing_mode", "frame_index", "total_frames_extracted", "source_frame_index", "cache_file",
+})  # fmt: skip
+"""The plain values that Latentry and NeMo AutoModel write."""
 
 _IMAGE_VALUES = ("original_resolution", "crop_offset", "aspect_ratio", "bucket_id", "prompt", "image_path")
 _IMAGE_LATENTS = TensorField("latent", 3)
+_IMAGE_EMBEDDINGS = (
+    TensorField("prompt_embeds", 2, padding=Padding("text_attention_mask")),
+    TensorField("text_attention_mask", 1, required=False),
+    TensorField("pooled_prompt_embeds", 1, required=False),
+    TensorField("clip_hidden", 2, required=False, padding=Padding("clip_attention_mask")),
+    TensorField("clip_attention_mask", 1, required=False),
+)
+_IMAGE_TOKENS = (TensorField("clip_tokens", 1), TensorField("t5_tokens", 1))
 IMAGE_FIELDS = FileFields(
     latents=_IMAGE_LATENTS,
-    text=(
-        TensorField("prompt_embeds", 2),
-        TensorField("pooled_prompt_embeds", 1, required=False),
-        TensorField("clip_hidden", 2, required=False),
-    ),
+    text=_IMAGE_EMBEDDINGS,
     values=_IMAGE_VALUES,
+    unserved_tensors=tuple(field.name for field in _IMAGE_TOKENS),
 )
 IMAGE_TOKEN_FIELDS = FileFields(
     latents=_IMAGE_LATENTS,
-    text=(TensorField("clip_tokens", 1), TensorField("t5_tokens", 1)),
+    text=_IMAGE_TOKENS,
     values=_IMAGE_VALUES,
+    unserved_tensors=tuple(field.name for field in _IMAGE_EMBEDDINGS),
 )
 """Token ids instead of embeddings, for training the text encoders."""
 VIDEO_FIELDS = FileFields(
     latents=TensorField("video_latents", 4),
     text=(
-        TensorField("text_embeddings", 2),
+        TensorField("text_embeddings", 2, padding=Padding("text_mask")),
         TensorField("text_mask", 1, required=False),
-        TensorField("text_embeddings_2", 2, required=False),
+        TensorField("text_embeddings_2", 2, required=False, padding=Padding("text_mask_2")),
         TensorField("text_mask_2", 1, required=False),
         TensorField("image_embeds", 2, required=False),
+        TensorField("audio_latents", 3, required=False, padding=Padding("audio_mask", multiple_of=1)),
+        TensorField("audio_text_embeddings", 2, required=False, padding=Padding("audio_text_mask")),
     ),
     values=("aspect_ratio",),
+    unserved_tensors=("first_frame",),
 )
 
 
-def image_columns(columns: Columns, buckets: Sequence[Bucket], fields: FileFields) -> Columns:
-    """A batch of images, checked, without the leading dimension of 1.
+def with_row_values(contents: dict[str, Any], row: Mapping[str, Any], fields: FileFields) -> dict[str, Any]:
+    """A sample's dictionary with the plain values of its row in place of its own, where the row has them.
 
     Args:
-        columns: What was read: at least ``fields.names``.
-        buckets: The bucket in each sample's row.
-        fields: ``IMAGE_FIELDS`` or ``IMAGE_TOKEN_FIELDS``.
+        contents: What the cache file holds. It is changed.
+        row: The sample's row.
+        fields: Their plain values are added if the file lacks them.
     """
-    tensors = {
-        **_tensors(columns, buckets, fields),
-        "crop_resolution": _resolutions(buckets),
-        "original_resolution": _pairs(columns, "original_resolution"),
-        "crop_offset": _pairs(columns, "crop_offset"),
-    }
-    values = {
-        "prompt": _values(columns, "prompt", required=True),
-        "image_path": _values(columns, "image_path", required=True),
-        "bucket_id": _values(columns, "bucket_id"),
-        "aspect_ratio": _aspect_ratios(columns, buckets),
-        "cache_file": columns.values["cache_file"],
-    }
-    return Columns(columns.num_samples, tensors, values, columns.describe)
-
-
-def video_columns(columns: Columns, buckets: Sequence[Bucket], fields: FileFields) -> Columns:
-    """A batch of videos, checked, without the leading dimension of 1.
-
-    Args:
-        columns: What was read: at least ``fields.names``.
-        buckets: The bucket in each sample's row.
-        fields: ``VIDEO_FIELDS``.
-    """
-    tensors = {**_tensors(columns, buckets, fields), "bucket_resolution": _resolutions(buckets)}
-    values = {
-        "aspect_ratio": _aspect_ratios(columns, buckets),
-        "cache_file": columns.values["cache_file"],
-    }
-    return Columns(columns.num_samples, tensors, values, columns.describe)
-
-
-def map_samples(column: Column, change: Callable[[torch.Tensor], torch.Tensor]) -> Column:
-    """The column with a function applied that does the same to a stack of tensors as to each one."""
-    if isinstance(column, torch.Tensor):
-        return change(column)
-    return [None if tensor is None else change(tensor[None])[0] for tensor in column]
-
-
-def _tensors(columns: Columns, buckets: Sequence[Bucket], fields: FileFields) -> dict[str, Column]:
-    tensors = {fields.latents.name: _latents(columns, fields.latents, buckets)}
-    for field in fields.text:
-        column = _tensor_column(columns, field)
-        if column is not None:
-            tensors[field.name] = column
-    return tensors
-
-
-def _tensor_column(columns: Columns, field: TensorField) -> Column | None:
-    """The field without the leading dimension of 1; None if it is optional and no sample has it."""
-    column = columns.tensors.get(field.name)
-    _check_types(columns, field, column)
-    if column is None:
-        return None
-    if isinstance(column, torch.Tensor):
-        return column[:, 0] if _has_leading_one(columns, 0, field, column.shape[1:]) else column
-    return [
-        tensor[0] if tensor is not None and _has_leading_one(columns, i, field, tensor.shape) else tensor
-        for i, tensor in enumerate(column)
-    ]
-
-
-def _check_types(columns: Columns, field: TensorField, column: Column | None) -> None:
-    """An error for a plain value in place of a tensor, and for a required tensor that is missing."""
-    for i, value in enumerate(columns.values.get(field.name, ())):
+    for name in fields.values:
+        value = row.get(name)
         if value is not None:
-            raise CacheFileError(
-                f"{columns.describe(i)}: {field.name} is a {type(value).__name__}, not a tensor"
-            )
-    if field.required and not isinstance(column, torch.Tensor):
-        for i in range(columns.num_samples):
-            if column is None or column[i] is None:
-                raise _missing(columns, i, field.name)
+            contents[name] = value
+    if not contents.keys() <= fields.known:
+        for name in (contents.keys() - fields.known) & row.keys():
+            if row[name] is not None and _is_plain(contents[name]):
+                contents[name] = row[name]
+    return contents
 
 
-def _missing(columns: Columns, i: int, name: str) -> CacheFileError:
-    found = [key for key, column in columns.tensors.items() if column[i] is not None]
-    found += [key for key, values in columns.values.items() if values[i] is not None and key != "cache_file"]
-    return CacheFileError(f"{columns.describe(i)} has no {name}; it has {', '.join(found) or 'nothing'}")
-
-
-def _has_leading_one(columns: Columns, i: int, field: TensorField, shape: torch.Size) -> bool:
-    """Whether the tensor has one dimension too many, of size 1; an error if its shape is wrong otherwise."""
-    if len(shape) == field.num_dims + 1 and shape[0] == 1:
-        return True
-    if len(shape) != field.num_dims:
-        raise CacheFileError(
-            f"{columns.describe(i)}: {field.name} has shape {list(shape)}; expected {field.num_dims} dimensions"
-        )
-    return False
-
-
-def _latents(columns: Columns, field: TensorField, buckets: Sequence[Bucket]) -> Column:
-    """The latents, each checked to be its bucket's picture shrunk by one whole factor."""
-    column = _tensor_column(columns, field)
-    assert column is not None, "latents are required"
-    if isinstance(column, torch.Tensor):
-        sizes = [column.shape[1:]] * len(buckets)
-    else:
-        sizes = [tensor.shape for tensor in column if tensor is not None]
-    known = None
-    for i, pair in enumerate(zip(sizes, buckets, strict=True)):
-        if pair != known:
-            _check_latent(columns, i, field.name, *pair)
-            known = pair
-    return column
-
-
-def _check_latent(columns: Columns, i: int, name: str, shape: torch.Size, bucket: Bucket) -> None:
-    height, width = shape[-2:]
-    factor = bucket.width // max(1, width)
-    if (width * factor, height * factor) != (bucket.width, bucket.height):
-        raise CacheFileError(
-            f"{columns.describe(i)}: {name} has shape {list(shape)}, which is not a scaled-down "
-            f"{bucket.width}x{bucket.height}, the bucket in its row"
-        )
-    if bucket.num_frames is not None and len(shape) == 4 and shape[1] > bucket.num_frames:
-        raise CacheFileError(
-            f"{columns.describe(i)}: {name} has {shape[1]} frames, but its row says num_frames {bucket.num_frames}"
-        )
-
-
-def _values(columns: Columns, name: str, *, required: bool = False) -> Sequence[Any]:
-    """A plain field, one value per sample; where a file stores a tensor, the tensor."""
-    values = columns.values.get(name)
-    tensors = columns.tensors.get(name)
-    if values is None:
-        values = [None] * columns.num_samples if tensors is None else list(tensors)
-    elif tensors is not None:
-        values = [tensor if value is None else value for value, tensor in zip(values, tensors, strict=True)]
-    if required:
-        for i, value in enumerate(values):
-            if value is None:
-                raise _missing(columns, i, name)
-    return values
-
-
-def _aspect_ratios(columns: Columns, buckets: Sequence[Bucket]) -> list[Any]:
-    """The stored aspect ratios; the bucket's where none is stored."""
-    return [
-        bucket.width / bucket.height if value is None else value
-        for value, bucket in zip(_values(columns, "aspect_ratio"), buckets, strict=True)
-    ]
-
-
-def _pairs(columns: Columns, name: str) -> torch.Tensor:
-    """Two whole numbers per sample, such as a resolution."""
-    return torch.tensor(
-        [_pair(columns, i, name, value) for i, value in enumerate(_values(columns, name, required=True))]
-    )
-
-
-def _pair(columns: Columns, i: int, name: str, value: Any) -> tuple[int, int]:
-    try:
-        first, second = (int(number) for number in value)
-    except (TypeError, ValueError, RuntimeError):
-        found = " ".join(repr(value).split())
-        raise CacheFileError(f"{columns.describe(i)}: {name} is {found}; it must be two numbers") from None
-    return first, second
-
-
-def _resolutions(buckets: Sequence[Bucket]) -> torch.Tensor:
-    return torch.tensor([bucket.resolution for bucket in buckets])
+def _is_plain(value: Any) -> bool:
+    return value is not None and not isinstance(value, (torch.Tensor, TensorLocation))

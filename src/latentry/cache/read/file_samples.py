@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -13,9 +13,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from latentry.cache.caption_keys import drawn_caption, num_captions, one_caption
 from latentry.cache.index import CacheIndex
+from latentry.cache.index.rows import Rows, stored_row
 from latentry.cache.read.batch_buffers import BatchBuffers, plain_tensor
 from latentry.cache.read.columns import Columns
+from latentry.cache.read.fields import FileFields, with_row_values
 from latentry.cache.read.file_contents import read_contents
 from latentry.cache.read.files import load_cache_file
 from latentry.cache.read.pickle_reader import TensorLocation
@@ -30,9 +33,10 @@ _MAX_OPEN_FILES = 64
 class FileSamples:
     """Reads samples that each have their own file."""
 
-    def __init__(self, cache_dir: Path, index: CacheIndex) -> None:
+    def __init__(self, cache_dir: Path, index: CacheIndex, rows: Rows) -> None:
         self._cache_dir = cache_dir
         self._index = index
+        self._rows = rows
         self._folders = KnownFolders(cache_dir)
 
     def describe(self, row: int) -> str:
@@ -48,10 +52,14 @@ class FileSamples:
         return load_cache_file(self._cache_dir, self._index.relative_file(row))
 
     def read(
-        self, rows: Sequence[int], names: Collection[str], resources: ReadResources | None = None
+        self,
+        rows: Sequence[int],
+        fields: FileFields,
+        resources: ReadResources | None = None,
+        draws: Sequence[int | None] | None = None,
     ) -> Columns:
         resources = resources or ReadResources()
-        batch = _FileBatch(len(rows), names, BatchBuffers(len(rows), resources.buffers))
+        batch = _FileBatch(len(rows), fields, BatchBuffers(len(rows), resources.buffers))
         for start in range(0, len(rows), _MAX_OPEN_FILES):
             with ExitStack() as open_files:
                 for i in range(start, min(start + _MAX_OPEN_FILES, len(rows))):
@@ -60,6 +68,12 @@ class FileSamples:
                     contents = read_contents(file.descriptor, os.path.splitext(relative)[1])
                     if contents is None:
                         contents = load_cache_file(self._cache_dir, relative)
+                    row = stored_row(self._rows, rows[i])
+                    contents = with_row_values(contents, row, fields)
+                    if not fields.all_captions:
+                        draw = None if draws is None else draws[i]
+                        number = drawn_caption(draw, self._index.name(rows[i]), row, num_captions(contents))
+                        contents = one_caption(contents, number)
                     batch.add(i, file, contents)
                 batch.read_tensors(resources.threads)
         return batch.columns(lambda i: self.describe(rows[i]))
@@ -68,9 +82,9 @@ class FileSamples:
 class _FileBatch:
     """A batch that is being read: first the headers of all files are parsed, then all tensors are read."""
 
-    def __init__(self, num_samples: int, names: Collection[str], buffers: BatchBuffers) -> None:
+    def __init__(self, num_samples: int, fields: FileFields, buffers: BatchBuffers) -> None:
         self._num_samples = num_samples
-        self._names = frozenset(names)
+        self._fields = fields
         self._buffers = buffers
         self._values: dict[str, list[Any]] = {"cache_file": [None] * num_samples}
         self._reads: list[Callable[[], None]] = []
@@ -80,13 +94,15 @@ class _FileBatch:
         """Take the fields of sample ``i``. The file must stay open until ``read_tensors`` returns."""
         self._values["cache_file"][i] = file.path
         for name, value in contents.items():
-            if name not in self._names:
+            if name in self._fields.unserved:
                 continue
             if isinstance(value, TensorLocation):
                 buffer = self._buffers.buffer(i, name, value.dtype, value.shape)
                 self._reads.append(partial(_read_into, buffer, file, value.offset))
                 self._num_bytes += value.num_bytes
-            elif isinstance(value, torch.Tensor):
+            elif isinstance(value, torch.Tensor) and (
+                name in self._fields.names or value.layout == torch.strided
+            ):
                 self._buffers.put(i, name, plain_tensor(value, name, lambda: file.path))
             else:
                 if name not in self._values:

@@ -9,12 +9,14 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
+from latentry.cache.caption_keys import drawn_caption, num_captions, one_caption
 from latentry.cache.index.packed_index import PackedIndex
-from latentry.cache.packed_format import PackedEntry, RowLocation, names_of, part_of
+from latentry.cache.index.rows import LazyRows, Rows
+from latentry.cache.packed_format import PackedEntry, RowLocation, caption_of_part, text_part
 from latentry.cache.read.batch_buffers import BatchBuffers
 from latentry.cache.read.columns import Column, Columns
+from latentry.cache.read.fields import FileFields, with_row_values
 from latentry.cache.read.read_threads import ReadThreads
 from latentry.cache.read.resources import ReadResources
 from latentry.cache.read.shard_files import OpenShards, row_buffers
@@ -29,20 +31,26 @@ class PackedSamples:
     Args:
         cache_dir: The cache.
         index: Its index.
+        rows: The samples' rows.
         row_numbers: Which of the index's rows these samples are; None for all.
     """
 
     def __init__(
-        self, cache_dir: Path, index: PackedIndex, row_numbers: npt.NDArray[np.int64] | None = None
+        self,
+        cache_dir: Path,
+        index: PackedIndex,
+        rows: Rows,
+        row_numbers: npt.NDArray[np.int64] | None = None,
     ) -> None:
         self._index = index
+        self._rows = rows
         self._row_numbers = row_numbers
         self._shards = OpenShards(cache_dir)
         self._checked = {part: np.zeros(len(index) // 8 + 1, np.uint8) for part in index.parts}
 
-    def some(self, rows: Sequence[int]) -> PackedSamples:
-        """Only these rows of the cache."""
-        return PackedSamples(self._shards.cache_dir, self._index, np.array(rows, dtype=np.int64))
+    def some(self, rows: Rows, row_numbers: Sequence[int]) -> PackedSamples:
+        """Only these rows of the cache, which may have been changed."""
+        return PackedSamples(self._shards.cache_dir, self._index, rows, np.array(row_numbers, dtype=np.int64))
 
     def name(self, row: int) -> str:
         """The name that the sample's file has, or had, in a cache with one file per sample."""
@@ -63,27 +71,40 @@ class PackedSamples:
     def load(self, row: int) -> dict[str, Any]:
         row = self._row(row)
         entry = self._index.entry(row)
-        names = frozenset[str]().union(*(names_of(location.tensors) for location in entry.locations.values()))
-        tensors = self._read_tensors([row], [entry], names, ReadResources(threads=ReadThreads(1)))
+        resources = ReadResources(threads=ReadThreads(1))
+        tensors = self._read_tensors([row], [entry], frozenset(), resources)
         return entry.dictionary(self._index.row(row), {name: column[0] for name, column in tensors.items()})
 
     def read(
-        self, rows: Sequence[int], names: Collection[str], resources: ReadResources | None = None
+        self,
+        rows: Sequence[int],
+        fields: FileFields,
+        resources: ReadResources | None = None,
+        draws: Sequence[int | None] | None = None,
     ) -> Columns:
         numbers = [self._row(row) for row in rows]
         entries = [self._index.entry(number) for number in numbers]
-        names = frozenset(names)
-        tensors = self._read_tensors(numbers, entries, names, resources or ReadResources())
-        stored = [
-            entry.dictionary(self._index.row(number), {})
-            for entry, number in zip(entries, numbers, strict=True)
-        ]
+        captions: list[int] = []
         values: dict[str, list[Any]] = {}
-        for name in names:
-            if not isinstance(tensors.get(name), torch.Tensor):
-                found = [sample.get(name) for sample in stored]
-                if found.count(None) < len(found):
-                    values[name] = found
+        unserved = fields.unserved
+        for i, (row, entry, number) in enumerate(zip(rows, entries, numbers, strict=True)):
+            written = self._index.row(number)
+            contents = entry.dictionary(written, {})
+            given = written if isinstance(self._rows, LazyRows) else self._rows[row]
+            contents = with_row_values(contents, given, fields)
+            if not fields.all_captions:
+                draw = None if draws is None else draws[i]
+                captions.append(drawn_caption(draw, entry.name, given, num_captions(contents)))
+                contents = one_caption(contents, captions[i])
+            for name, value in contents.items():
+                if name in unserved or value is None:
+                    continue
+                if name not in values:
+                    values[name] = [None] * len(rows)
+                values[name][i] = value
+        tensors = self._read_tensors(
+            numbers, entries, fields.unserved, resources or ReadResources(), captions
+        )
         folder = str(self._shards.cache_dir)
         values["cache_file"] = [
             f"{folder}/{entry.locations['latents'].file}" if "latents" in entry.locations else None
@@ -95,19 +116,26 @@ class PackedSamples:
         self,
         numbers: Sequence[int],
         entries: Sequence[PackedEntry],
-        names: Collection[str],
+        unserved: Collection[str],
         resources: ReadResources,
+        captions: Sequence[int] | None = None,
     ) -> dict[str, Column]:
-        """The named tensors of these rows. A part is read as a whole if it holds one of them."""
+        """All tensors of these rows but the unserved ones. A part is read as a whole if it holds one that is served.
+
+        ``captions`` says for each row which caption is read. By default all are.
+        """
         buffers = BatchBuffers(len(numbers), resources.buffers)
         reads: list[Callable[[], None]] = []
         num_bytes = 0
-        for part in sorted({part_of(name) for name in names}.intersection(self._index.parts)):
+        for part in sorted(self._index.parts):
+            if captions and caption_of_part(part):
+                continue
             for i, entry in enumerate(entries):
-                location = entry.locations.get(part)
-                if location is not None:
-                    memory = row_buffers(i, location, names, buffers)
-                    reads.append(partial(self._fill, numbers[i], part, location, memory))
+                chosen = text_part(captions[i]) if captions and part == "text" else part
+                location = entry.locations.get(chosen)
+                if location is not None and any(layout.name not in unserved for layout in location.tensors):
+                    memory = row_buffers(i, location, unserved, buffers, caption_of_part(part))
+                    reads.append(partial(self._fill, numbers[i], chosen, location, memory))
                     num_bytes += location.num_bytes
         resources.threads.run(reads, num_bytes)
         return buffers.columns()

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from latentry.cache.index import CacheIndex
 from latentry.cache.index.packed_index import PackedIndex
+from latentry.cache.index.rows import Rows, open_rows
 from latentry.cache.read.columns import Columns
+from latentry.cache.read.fields import FileFields
 from latentry.cache.read.file_samples import FileSamples
 from latentry.cache.read.packed_samples import PackedSamples
 from latentry.cache.read.resources import ReadResources
@@ -30,19 +32,33 @@ class Samples(Protocol):
         """Everything that is stored of a sample, as a cache file would hold it."""
 
     def read(
-        self, rows: Sequence[int], names: Collection[str], resources: ReadResources | None = None
+        self,
+        rows: Sequence[int],
+        fields: FileFields,
+        resources: ReadResources | None = None,
+        draws: Sequence[int | None] | None = None,
     ) -> Columns:
-        """These fields of several samples, as they are stored, and each sample's path as ``cache_file``.
+        """Several samples, and each sample's path as ``cache_file``. Tensors are as they are stored. Plain values are
+        those of the rows, where rows have them.
 
         Args:
             rows: The samples' row numbers.
-            names: Tensors and plain values to read; a sample need not have them all.
+            fields: What is served. Everything is read but the fields that are known not to be served.
             resources: Memory and threads to read with; new ones by default.
+            draws: A number for each sample, which decides the caption that is read of several. None reads the first
+                caption.
         """
 
 
-def open_samples(cache_dir: Path, index: CacheIndex | PackedIndex) -> Samples:
-    """The samples that an index lists."""
+def open_samples(cache_dir: Path, index: CacheIndex | PackedIndex, rows: Rows | None = None) -> Samples:
+    """The samples that an index lists.
+
+    Args:
+        cache_dir: The cache.
+        index: Its index.
+        rows: The samples' rows; by default read from the cache.
+    """
+    rows = open_rows(cache_dir, index) if rows is None else rows
     if isinstance(index, PackedIndex):
-        return PackedSamples(cache_dir, index)
-    return FileSamples(cache_dir, index)
+        return PackedSamples(cache_dir, index, rows)
+    return FileSamples(cache_dir, index, rows)

@@ -7,6 +7,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
+from latentry.cache.caption_keys import caption_key
 from latentry.cache.packed_format import RowLocation, checksum
 from latentry.cache.read.batch_buffers import BatchBuffers
 from latentry.errors import CacheFileError, CacheNotFoundError
@@ -73,15 +74,25 @@ class OpenShards:
             raise CacheFileError(f"{self.path(name)} cannot be read: {error.strerror}") from None
 
 
-def row_buffers(i: int, location: RowLocation, names: Collection[str], batch: BatchBuffers) -> list[Any]:
-    """Memory for all bytes of a shard row: in the batch for the tensors named, discarded for the others."""
+def row_buffers(
+    i: int, location: RowLocation, unserved: Collection[str], batch: BatchBuffers, caption: int = 0
+) -> list[Any]:
+    """Memory for all bytes of a shard row: in the batch for tensors that are served, discarded for the others.
+
+    Args:
+        i: The sample's number in the batch.
+        location: The shard row.
+        unserved: The tensors to discard.
+        batch: Where the others go.
+        caption: They get the names of this caption's tensors.
+    """
     buffers: list[Any] = []
     for layout in location.tensors:
-        size = layout.num_bytes
-        if layout.name not in names:
+        size, name = layout.num_bytes, caption_key(layout.name, caption)
+        if layout.name in unserved:
             buffers.append(bytearray(size))
             continue
-        buffer = batch.buffer(i, layout.name, layout.torch_dtype, layout.shape)
+        buffer = batch.buffer(i, name, layout.torch_dtype, layout.shape)
         if size < len(buffer):  # positions that are zero at the end of the tensor are not stored
             buffer[size:] = 0
             buffer = buffer[:size]

@@ -11,14 +11,16 @@ import pyarrow as pa
 
 from latentry.cache.format import Row
 from latentry.cache.packed_format import (
+    CAPTIONS_VERSION,
     PACKED_VERSION,
-    PARTS,
     DictForm,
     PackedBucket,
     PackedEntry,
     PackedHeader,
     RowLocation,
     TensorLayout,
+    caption_of_part,
+    in_order,
     index_schema,
 )
 from latentry.storage import publish
@@ -33,7 +35,7 @@ def write_packed_index(
 ) -> PackedHeader:
     """Publish the index of packed rows, grouped by bucket, and return its description."""
     entries = [_entry(row) for row in rows]
-    parts = tuple(part for part in PARTS if any(part in entry.locations for entry in entries))
+    parts = tuple(in_order({part for entry in entries for part in entry.locations}))
     layouts: dict[tuple[TensorLayout, ...], int] = {}
     forms: dict[DictForm, int] = {}
     buckets = []
@@ -65,7 +67,7 @@ def write_packed_index(
                 writer.write_batch(block(numbers[start : start + BLOCK_ROWS]))
             buckets.append(PackedBucket(key.width, key.height, key.aspect_name, key.num_frames, len(numbers)))
     return PackedHeader(
-        version=PACKED_VERSION,
+        version=CAPTIONS_VERSION if any(map(caption_of_part, parts)) else PACKED_VERSION,
         index=path.name,
         fingerprint=fingerprint,
         block_rows=BLOCK_ROWS,

@@ -18,8 +18,9 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 import torch
 
+from latentry.cache.caption_keys import PROMPTS, split_caption_key
 from latentry.cache.format import Row
-from latentry.cache.packed_format import DictForm, PackedEntry, part_of
+from latentry.cache.packed_format import DictForm, PackedEntry, caption_of_part, part_of
 from latentry.cache.read.shard_files import OpenShards
 from latentry.cache.write.file_writer import MAX_QUEUED, cannot_write
 from latentry.cache.write.sample_data import SampleData
@@ -90,10 +91,11 @@ class PackedWriter:
         tensors: dict[str, dict[str, torch.Tensor]] = {}
         for key, value in data.items():
             if isinstance(value, torch.Tensor):
-                tensors.setdefault(part_of(key), {})[key] = value
+                tensors.setdefault(part_of(key), {})[split_caption_key(key)[0]] = value
+        prompts = data.get(PROMPTS) or (data.get("prompt"),)
         parts = {}
         for part, values in tensors.items():
-            parts[part] = self._assign(part, ShardRow(values), data.get("prompt"))
+            parts[part] = self._assign(part, ShardRow(values), prompts)
         plain = {key: value for key, value in data.items() if not isinstance(value, torch.Tensor)}
         form = DictForm(tuple(data), tuple(key for key, value in plain.items() if isinstance(value, tuple)))
         plain = json.loads(json.dumps(plain))
@@ -101,9 +103,12 @@ class PackedWriter:
         extra = {key: value for key, value in plain.items() if not _is_same(known, key, value)}
         self._samples.append(_PackedSample(name, row, parts, form, extra))
 
-    def _assign(self, part: str, new: ShardRow, prompt: str | None) -> ShardRow:
+    def _assign(self, part: str, new: ShardRow, prompts: Sequence[str | None]) -> ShardRow:
         """Put a shard row into the next shard of its part, unless it is a caption that is already there."""
-        if part == "text":
+        caption = caption_of_part(part)
+        if part == "text" or caption:
+            part = "text"
+            prompt = prompts[caption] if caption < len(prompts) else None
             identity = (str(prompt), new.checksum, *new.layouts)
             known = self._captions.setdefault(identity, new)
             if known is not new:
@@ -114,19 +119,29 @@ class PackedWriter:
         return new
 
     def _read_back(self, rows: Sequence[Row]) -> None:
-        """Assign the stored samples to shards, as if they had just been encoded."""
+        """Assign the stored samples to shards, as if they had just been encoded.
+
+        Samples that share a caption share its shard row. Other shard rows are not shared, although equal samples may
+        have the same location: a temporary shard with the same content as an earlier one is not written again.
+        """
         shards = OpenShards(self._output)
-        known: dict[tuple[str, int], ShardRow] = {}
+        captions: dict[tuple[str, int, str | None], ShardRow] = {}
         for row in rows:
             assert row.packed is not None, f"{row.sample_name} is not packed"
+            prompts = row.prompts or (row.prompt,)
             parts = {}
             for part, location in row.packed.locations.items():
-                key = (location.file, location.row)
-                if key not in known:
-                    contents = [memoryview(bytearray(layout.num_bytes)) for layout in location.tensors]
-                    shards.fill(location, contents)
-                    known[key] = self._assign(part, ShardRow.stored(location, contents), row.prompt)
-                parts[part] = known[key]
+                number = caption_of_part(part)
+                is_caption = part == "text" or number > 0
+                key = (location.file, location.row, prompts[number] if number < len(prompts) else None)
+                if is_caption and key in captions:
+                    parts[part] = captions[key]
+                    continue
+                contents = [memoryview(bytearray(layout.num_bytes)) for layout in location.tensors]
+                shards.fill(location, contents)
+                parts[part] = self._assign(part, ShardRow.stored(location, contents), prompts)
+                if is_caption:
+                    captions[key] = parts[part]
             base = msgspec.structs.replace(row, cache_file="", packed=None)
             entry = row.packed
             self._samples.append(_PackedSample(entry.name, base, parts, entry.form, entry.values))

@@ -58,6 +58,7 @@ def publish_metadata(
     parts = [] if packed else [rows[i : i + shard_size] for i in range(0, len(rows), shard_size)]
     shards = _publish_shards(folder, parts, current)
     if rows:
+        max_captions = max(len(row.prompts or ()) for row in rows)
         complete = msgspec.structs.replace(
             metadata,
             total_items=len(rows),
@@ -65,6 +66,7 @@ def publish_metadata(
             shard_size=shard_size,
             shards=shards,
             format_version=FORMAT_VERSION,
+            max_captions=max_captions if max_captions > 1 else None,
             packed=packed,
         )
         write_text(folder / METADATA_NAME, complete.to_json())

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from latentry.cache.caption_keys import PROMPTS, caption_key
 from latentry.cache.format import Row
 from latentry.types import PlannedSample, ProcessorInfo
 
@@ -22,14 +24,14 @@ def image_data(
     path: Path,
     info: ProcessorInfo,
 ) -> SampleData:
-    """An image's dictionary: ``latent`` [C,h,w] and the caption's fields, then plain values."""
+    """An image's dictionary: ``latent`` [C,h,w] and the captions' fields, then plain values."""
     return {
         "latent": latent,
         **fields,
         "original_resolution": (sample.width, sample.height),
         "bucket_resolution": sample.bucket.resolution,
         "crop_offset": offset,
-        "prompt": sample.caption.text,
+        **_prompts(sample),
         "image_path": str(path),
         "bucket_id": sample.bucket_id,
         "aspect_ratio": sample.bucket.width / sample.bucket.height,
@@ -50,15 +52,10 @@ def video_data(
     first_frame: torch.Tensor | None,
     source_frame: int | None,
 ) -> SampleData:
-    """A clip's dictionary, or a single frame's: ``video_latents`` [1,C,T,h,w] and the caption's fields, then values."""
-    fields = dict(fields)
-    text = fields.pop("text_embeddings", None)
-    if text is None:  # a processor that also encodes images uses their field names
-        text = fields.pop("prompt_embeds")
-        fields.pop("pooled_prompt_embeds", None)
+    """A clip's dictionary, or a single frame's: ``video_latents`` [1,C,T,h,w] and the captions' fields, then values."""
     data: SampleData = {
         "video_latents": latent[None],
-        "text_embeddings": text,
+        "text_embeddings": fields["text_embeddings"],
         **fields,
         "first_frame": first_frame if mode == "video" else None,
         "original_resolution": (sample.width, sample.height),
@@ -66,7 +63,7 @@ def video_data(
         "bucket_id": sample.bucket_id,
         "aspect_ratio": sample.bucket.width / sample.bucket.height,
         "num_frames": sample.bucket.num_frames,
-        "prompt": sample.caption.text,
+        **_prompts(sample),
         "video_path": str(path),
         "deterministic_latents": deterministic,
         "model_version": info.model_version or info.name,
@@ -90,6 +87,45 @@ def video_data(
     return data
 
 
+def sample_fields(
+    texts: Sequence[Mapping[str, torch.Tensor]], extra: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """The tensors of a sample besides its latents, by their keys in the file.
+
+    Args:
+        texts: The fields of each caption.
+        extra: What else depends on the pixels.
+    """
+    numbered = {
+        caption_key(name, number): tensor
+        for number, fields in enumerate(texts)
+        for name, tensor in fields.items()
+        if number
+    }
+    return {**texts[0], **extra, **numbered}
+
+
+def caption_fields(fields: Mapping[str, torch.Tensor], media: str) -> dict[str, torch.Tensor]:
+    """A caption's fields under the names that they have in files of images or videos.
+
+    Args:
+        fields: What the processor made of the caption.
+        media: ``image`` or ``video``.
+    """
+    named = dict(fields)
+    if media == "image" or "text_embeddings" in named:
+        return named
+    # A processor that also encodes images uses their field names.
+    text = named.pop("prompt_embeds")
+    named.pop("pooled_prompt_embeds", None)
+    return {"text_embeddings": text, **named}
+
+
+def _prompts(sample: PlannedSample) -> SampleData:
+    texts = sample.caption.texts
+    return {"prompt": texts[0]} if len(texts) == 1 else {"prompt": texts[0], PROMPTS: list(texts)}
+
+
 def sample_row(sample: PlannedSample, data: SampleData, source_digest: str, damage: str | None) -> Row:
     """The row of a sample, with what the next run needs to find out whether the input has changed.
 
@@ -102,6 +138,7 @@ def sample_row(sample: PlannedSample, data: SampleData, source_digest: str, dama
         bucket_resolution=sample.bucket.resolution,
         original_resolution=(sample.width, sample.height),
         prompt=sample.caption.text,
+        prompts=sample.caption.texts if sample.caption.more else None,
         bucket_id=sample.bucket_id,
         aspect_ratio=data["aspect_ratio"],
         pixels=sample.bucket.width * sample.bucket.height,

@@ -78,8 +78,14 @@ def _with_tensors(data: dict[str, Any], tensors: Any) -> dict[str, Any]:
     for key, value in data.items():
         if isinstance(value, torch.Tensor):
             value = next(tensors)
-        result[sys.intern(key)] = sys.intern(value) if type(value) is str else value
+        elif type(value) is list:
+            value = [_interned(item) for item in value]
+        result[sys.intern(key)] = _interned(value)
     return result
+
+
+def _interned(value: Any) -> Any:
+    return sys.intern(value) if type(value) is str else value
 
 
 def _filled_skeleton(data: dict[str, Any], tensors: list[torch.Tensor]) -> list[Any]:

@@ -30,6 +30,7 @@ from latentry.cache.format import (
     read_metadata,
     read_row_dicts,
     read_written_names,
+    recipe_fingerprint,
     row_from_dict,
 )
 from latentry.cache.index.packed_index import PackedIndex
@@ -142,7 +143,11 @@ class Workspace:
         """
         rows: dict[str, Row] = {}
         finished = None if self._overwriting.exists() else self.finished()
-        if finished is not None and finished.fingerprint == fingerprint:
+        if (
+            finished is not None
+            and finished.recipe is not None
+            and recipe_fingerprint(finished.recipe) == fingerprint
+        ):
             rows |= self._usable(self._finished_rows(finished))
         for name, row in self._usable(self._commits.rows()).items():
             rows[name] = msgspec.structs.replace(row, repeat=rows[name].repeat) if name in rows else row

@@ -59,13 +59,13 @@ def add_clip_flags(parser: argparse.ArgumentParser, sizes: Any) -> None:
         "--window_step_s",
         metavar="SECONDS",
         type=float,
-        help="start a window every so many seconds; needed by --windows slide (default: none)",
+        help="start a window at this interval; needed by --windows slide (default: none)",
     )
     add_flag(
         group,
         "--max_frames",
         metavar="N",
-        type=int,
+        type=whole_number(0),
         help="limit clips to N frames where --target_frames is not given; 0 removes the limit (default: 257)",
     )
     add_flag(
