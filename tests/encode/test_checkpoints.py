@@ -282,16 +282,17 @@ def test_stopped_process_continues_in_its_task(
     inputs = {"video_dir": str(clips)} if recipe["video"] else {"image_dir": str(pictures)}
     arguments = {**inputs, "batch_size": 2, "checkpoint_interval_s": 0}
     options = {"recipe": recipe, "arguments": {**arguments, "output_dir": str(tmp_path / "cache")}}
-    process = start({**options, "pause_s": 0.1}, tmp_path / "run.py")
+    process = start({**options, "pause_s": 0.3}, tmp_path / "run.py")
     assert process.stdout is not None
     num_seen = 0
-    while num_seen < 7:
+    while num_seen < 7 or (number == signal.SIGKILL and not saved_samples(tmp_path / "cache")):
         num_seen = int(process.stdout.readline() or pytest.fail(process.communicate()[1]))
     process.send_signal(number)
-    process.communicate(timeout=60)
+    process.communicate(timeout=120)
     num_saved = saved_samples(tmp_path / "cache")
-    assert 0 < num_saved < 14
-    assert num_saved >= num_seen - 2 - 2, "two of them are failures, and two are a batch"
+    assert num_saved > 0
+    if number == signal.SIGINT:
+        assert num_saved >= num_seen - 2 - 2, "two of them are failures, and two are a batch"
     resumed = finish(start({**options, "pause_s": 0}, tmp_path / "run.py"))
     assert resumed["done"] == num_saved
     video = VideoOptions(**recipe.pop("video")) if recipe["video"] else None
