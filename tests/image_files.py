@@ -9,12 +9,19 @@ from fractions import Fraction
 
 import av
 import numpy as np
+import pillow_heif
 from PIL import Image
 
 
 def encoded(image: Image.Image, kind: str = "PNG", **options) -> bytes:
     buffer = io.BytesIO()
     image.save(buffer, format=kind, **options)
+    return buffer.getvalue()
+
+
+def heic(image: Image.Image, **options) -> bytes:
+    buffer = io.BytesIO()
+    pillow_heif.from_pillow(image).save(buffer, quality=95, **options)
     return buffer.getvalue()
 
 

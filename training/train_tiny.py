@@ -3,7 +3,8 @@
     python training/train_tiny.py PHOTOS tiny_autoencoder.safetensors --held_out OTHER_PHOTOS
 
 This takes a few minutes on one GPU. With ``--start_from WEIGHTS``, the encoder is kept and only the decoder is trained
-further, so latents do not change. That takes half an hour on two cores, with small ``--side`` and ``--batch_size``.
+further, so latents do not change. With a small ``--side`` and ``--batch_size``, that
+takes 20 minutes on one core.
 
 Each batch has photographs, recoloured photographs and drawings (``pictures.py``). The loss is the squared error. Drawings
 count less, because their hard edges would otherwise dominate it. A little noise on the latents makes similar latents decode
@@ -25,7 +26,7 @@ from safetensors.torch import load_file, save_file
 from latentry.processors.tiny_autoencoder import TinyAutoencoder
 
 LATENT_NOISE = 0.02
-SHARE_RECOLOURED = 0.25
+SHARE_RECOLOURED = 0.125
 SHARE_DRAWN = 0.25
 DRAWING_WEIGHT = 0.25
 

@@ -206,9 +206,9 @@ def rewrite(path, **changes):
         (lambda f: rewrite(f, crop_offset=3), CacheFileError, "crop_offset is 3"),
         (lambda f: rewrite(f, crop_offset=("a", "b")), CacheFileError, "crop_offset is"),
         (
-            lambda f: rewrite(f, original_resolution=torch.zeros(2, 2)),
+            lambda f: rewrite(f, crop_offset=torch.zeros(2, 2)),
             CacheFileError,
-            "original_resolution is",
+            "crop_offset is",
         ),
     ],
 )

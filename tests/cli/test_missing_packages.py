@@ -16,7 +16,8 @@ from helpers import EXAMPLES
 from latentry.extras import EXTRAS
 from latentry.testing import make_image_cache, make_video_cache
 
-HIDE = f"import sys; sys.modules.update(dict.fromkeys({[*EXTRAS['encode'], *EXTRAS['models']]!r}));"
+OPTIONAL = [package for packages in EXTRAS.values() for package in packages]
+HIDE = f"import sys; sys.modules.update(dict.fromkeys({OPTIONAL!r}));"
 
 
 def run_core(code: str, *arguments: object) -> subprocess.CompletedProcess[str]:

@@ -156,7 +156,7 @@ def test_unusual_names_links_and_captions(photos, tmp_path):
     result = prepare(SMALL, image_dir=photos, output_dir=tmp_path / "cache")
     assert result.num_encoded == 12 + 5 + 1
     assert {f.name: f.reason.split(":")[0] for f in result.failures} == {
-        "bad [small].png": "is not an image, or its format is unknown",
+        "bad [small].png": "is empty",
         "caf\\udce9.jpg": "has a name that is not valid UTF-8; rename it",
         "dangling.jpg": "is a broken link",
         "pipe.png": "is not a regular file",

@@ -5,12 +5,14 @@ from __future__ import annotations
 import random
 
 import numpy as np
+import pillow_jxl  # noqa: F401  adds JPEG XL to Pillow, for writing
 import pytest
-from image_files import encoded, photo
+from image_files import encoded, heic, photo
 from PIL import Image
 
 from latentry import Recipe, prepare
 from latentry.errors import MediaError, RunError
+from latentry.media.image_header import probe_image
 from latentry.media.images import decode_image
 
 JPEGS = {
@@ -130,10 +132,17 @@ def test_cut_images_keep_what_was_decoded(kind):
 
 @pytest.mark.parametrize(
     ("kind", "options"),
-    [("WEBP", {}), ("WEBP", {"lossless": True}), ("AVIF", {}), ("TIFF", {"compression": "tiff_lzw"})],
+    [
+        ("JXL", {}),
+        ("HEIC", {}),
+        ("WEBP", {}),
+        ("WEBP", {"lossless": True}),
+        ("AVIF", {}),
+        ("TIFF", {"compression": "tiff_lzw"}),
+    ],
 )
 def test_formats_that_decode_whole_or_not_at_all(kind, options):
-    content = encoded(photo(), kind, **options)
+    content = heic(photo()) if kind == "HEIC" else encoded(photo(), kind, **options)
     with pytest.raises(MediaError, match=r"^cannot be decoded: "):
         decode_image(content[: len(content) * 2 // 3])
 
@@ -149,6 +158,29 @@ def test_png_without_its_end_chunk_is_whole():
     content = encoded(photo())
     assert decode_image(content[:-12]).damage is None
     assert decode_image(content[:-6] + b"garbage").damage is None
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:PIL")
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "AVIF", "JXL", "HEIC"])
+def test_random_damage_never_raises_anything_else(tmp_path, monkeypatch, kind):
+    """In headers and in pixels, of every format: pixels, damage or a reason in one line."""
+    content = heic(photo(64, 48)) if kind == "HEIC" else encoded(photo(64, 48), kind)
+    monkeypatch.setattr("latentry.media.pillow.MAX_PIXELS", 1 << 20)
+    rng = random.Random(kind)
+    path = tmp_path / "image"
+    reasons = []
+    for number in range(150):
+        damaged = bytearray(content[: rng.randrange(1, len(content))] if number % 3 == 0 else content)
+        for _ in range(rng.randrange(1, 6)):
+            damaged[rng.randrange(min(len(damaged), 80 if number % 2 else 1 << 20))] = rng.randrange(256)
+        path.write_bytes(damaged)
+        for read, argument in ((probe_image, path), (decode_image, bytes(damaged))):
+            try:
+                read(argument)
+            except MediaError as error:
+                reasons.append(str(error))
+    assert len(reasons) > 20
+    assert not [reason for reason in reasons if "\n" in reason]
 
 
 @pytest.mark.parametrize("damaged", ["skip", "keep", "error"])

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import io
 import sys
 
 import numpy as np
-import pillow_heif
 import pillow_jxl  # noqa: F401  adds JPEG XL to Pillow, for writing
 import pytest
 from image_files import (
     encoded,
     exif_with,
     grey_profile,
+    heic,
     masked_bitmap,
     photo,
     png_chunk,
@@ -31,12 +30,6 @@ from latentry.testing import make_counter_clip
 
 PHOTO = photo()
 PIXELS = np.asarray(PHOTO)
-
-
-def heic(image: Image.Image, **options) -> bytes:
-    buffer = io.BytesIO()
-    pillow_heif.from_pillow(image).save(buffer, quality=95, **options)
-    return buffer.getvalue()
 
 
 LOSSLESS = {

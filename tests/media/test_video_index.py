@@ -30,7 +30,7 @@ def listed(clip: Path, read_bytes: int = 1 << 12) -> tuple[Timeline, int]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(video_file, "_INDEXED_READ_BYTES", read_bytes)
         with closing(IndexedFile(clip)) as file:
-            return timeline._list_packets(file), file.num_bytes_read
+            return timeline.list_packets(file), file.num_bytes_read
 
 
 CLIPS = {

@@ -257,5 +257,5 @@ def test_a_subclass_that_loads_nothing(nemo_image_cache):
         def _load_metadata(self):
             return None
 
-    with pytest.raises(ConfigError, match="Nothing._load_metadata returned no rows and assigned none"):
+    with pytest.raises(ConfigError, match=r"Nothing\._load_metadata returned no rows and assigned none"):
         Nothing(nemo_image_cache)

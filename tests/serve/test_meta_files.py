@@ -46,6 +46,20 @@ def meta_folder(tmp_path) -> Path:
     return folder
 
 
+def test_tensors_of_any_name_arrive_in_the_batch(tmp_path):
+    for number, length in enumerate((3, 5)):
+        more = {"audio_latents": torch.ones(1, 8, 6, 16), "pose": torch.full((1, 2), number)}
+        write_meta(
+            tmp_path / f"{number}.meta", number, text_embeddings=torch.full((1, length, 4), 1.0), **more
+        )
+    loader, _ = build_dataloader(meta_folder=tmp_path, batch_size=2, shuffle=False)
+    (batch,) = loader
+    assert batch["audio_latents"].shape == (2, 8, 6, 16)
+    assert batch["pose"].tolist() == [[0, 0], [1, 1]]
+    assert batch["text_mask"].sum(1).tolist() == [3, 5]
+    assert "first_frame" not in batch
+
+
 def test_samples(meta_folder):
     dataset = MetaFilesDataset(meta_folder)
     assert [path.name for path in dataset.meta_files] == [f"clip_{n}.meta" for n in range(8)]

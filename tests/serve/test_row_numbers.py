@@ -46,7 +46,7 @@ def test_they_behave_as_a_list(form):
     total += numbers
     assert total == [0, *same]
     with pytest.raises(TypeError):
-        _ = numbers + (1,)
+        _ = numbers + (1,)  # noqa: RUF005
     assert same[1] in numbers
     assert 99 not in numbers
     assert "a" not in numbers

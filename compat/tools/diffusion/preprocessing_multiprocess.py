@@ -94,7 +94,12 @@ def preprocess_video_dataset(
         output_format=output_format,
         stochastic=not deterministic,
         video=VideoOptions(
-            mode=mode, num_frames=num_frames, target_frames=target_frames, resize_mode=resize_mode
+            mode=mode,
+            num_frames=num_frames,
+            target_frames=target_frames,
+            windows="uniform" if mode == "video" else "head",
+            max_frames=None,
+            resize_mode=resize_mode,
         ),
     )
     return prepare(

@@ -1,7 +1,7 @@
 """Headers of images: sizes for planning, without decoding pixels.
 
-Plain JPEGs have a fast parser of their own, the other formats one each in ``latentry.media.formats``. Pillow reads the
-headers of those that are left, such as GIF and TIFF.
+Each common format has a parser in ``latentry.media.formats``. Pillow reads the headers of the others, GIF and TIFF among
+them.
 """
 
 from __future__ import annotations

@@ -75,9 +75,9 @@ class Timeline:
 def read_timeline(source: Path | MediaFile) -> Timeline:
     """List the packets of the video stream, decoding nothing."""
     if isinstance(source, MediaFile):
-        return _list_packets(source) if source.content is not None else _timeline_of_large(source)
+        return list_packets(source) if source.content is not None else _timeline_of_large(source)
     with closing(IndexedFile(source)) as file:
-        return _list_packets(file)
+        return list_packets(file)
 
 
 @lru_cache(maxsize=16)
@@ -86,7 +86,8 @@ def _timeline_of_large(file: MediaFile) -> Timeline:
     return read_timeline(file.path)
 
 
-def _list_packets(source: MediaFile | IndexedFile) -> Timeline:
+def list_packets(source: MediaFile | IndexedFile) -> Timeline:
+    """The timeline of an open file, from its index if it is an ``IndexedFile`` that has one."""
     num_indexed = 0
     stamps: list[int | None] = []
     keys: list[tuple[int, int]] = []
@@ -95,7 +96,7 @@ def _list_packets(source: MediaFile | IndexedFile) -> Timeline:
         if isinstance(source, IndexedFile):
             num_indexed = _skip_packets(source, container, stream)
             if not num_indexed:
-                return _list_packets(MediaFile(Path(source.name), "", None))
+                return list_packets(MediaFile(Path(source.name), "", None))
         gaps = None
         formats = container.format.name.split(",")
         by_pts = _MOV in formats or _MATROSKA in formats

@@ -1,4 +1,4 @@
-"""The embedded autoencoder: 8x downscaling, 16 channels, 1.8 million weights.
+"""The embedded autoencoder: 8x downscaling, 16 channels, 1.7 million weights.
 
 With it, everything can be tried and tested without downloads or a GPU. It folds pixels into channels first, and works
 at a quarter and an eighth of the resolution. It has no normalisation layer, so a latent depends on its neighbourhood

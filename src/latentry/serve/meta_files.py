@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 
+from latentry.cache.read.fields import VIDEO_FIELDS
 from latentry.cache.read.file_contents import read_contents
 from latentry.cache.read.files import load_cache_file
 from latentry.cache.read.pickle_reader import TensorLocation
 from latentry.errors import CacheFileError, CacheNotFoundError, ConfigError
 from latentry.serve.dataloader_build import DiffusionDataloaderBuild
-from latentry.serve.dataset import VIDEO_OPTIONAL_FIELDS
 from latentry.serve.loader import LatentDataLoader
 from latentry.serve.sampler import SequentialBucketSampler
 from latentry.serve.shape_buckets import Item, LatentShape, ShapeBucketDataset, build_shape_bucket_loader
@@ -42,7 +42,7 @@ class MetaFilesDataset(ShapeBucketDataset):
     torch.Size([1, 16, 21, 60, 104])
 
     A sample has ``text_embeddings``, ``video_latents`` and the optional tensors of its model, all with a leading
-    dimension of 1; ``metadata``, the file's plain values; and ``file_info``, with ``meta_filename`` and ``meta_path``.
+    dimension of 1; tensors of other names as they are stored; ``metadata``, the file's plain values; and ``file_info``, with ``meta_filename`` and ``meta_path``.
 
     Args:
         meta_folder: The folder. Its subfolders are not searched.
@@ -102,9 +102,9 @@ class MetaFilesDataset(ShapeBucketDataset):
         path = self.meta_files[index]
         data = load_cache_file(self.meta_folder, path.name)
         tensors = {
-            key: _with_leading_dimension(key, data[key]).to(self.device)
-            for key in (*_REQUIRED, *VIDEO_OPTIONAL_FIELDS)
-            if isinstance(data.get(key), torch.Tensor)
+            key: _with_leading_dimension(key, value).to(self.device)
+            for key, value in data.items()
+            if isinstance(value, torch.Tensor) and key not in VIDEO_FIELDS.unserved
         }
         for key, transform in (
             ("text_embeddings", self.transform_text),

@@ -119,20 +119,29 @@ class PackedWriter:
         return new
 
     def _read_back(self, rows: Sequence[Row]) -> None:
-        """Assign the stored samples to shards, as if they had just been encoded."""
+        """Assign the stored samples to shards, as if they had just been encoded.
+
+        Samples that share a caption share its shard row. Other shard rows are not shared, although equal samples may
+        have the same location: a temporary shard with the same content as an earlier one is not written again.
+        """
         shards = OpenShards(self._output)
-        known: dict[tuple[str, int], ShardRow] = {}
+        captions: dict[tuple[str, int, str | None], ShardRow] = {}
         for row in rows:
             assert row.packed is not None, f"{row.sample_name} is not packed"
+            prompts = row.prompts or (row.prompt,)
             parts = {}
             for part, location in row.packed.locations.items():
-                key = (location.file, location.row)
-                if key not in known:
-                    contents = [memoryview(bytearray(layout.num_bytes)) for layout in location.tensors]
-                    shards.fill(location, contents)
-                    stored = ShardRow.stored(location, contents)
-                    known[key] = self._assign(part, stored, row.prompts or (row.prompt,))
-                parts[part] = known[key]
+                number = caption_of_part(part)
+                is_caption = part == "text" or number > 0
+                key = (location.file, location.row, prompts[number] if number < len(prompts) else None)
+                if is_caption and key in captions:
+                    parts[part] = captions[key]
+                    continue
+                contents = [memoryview(bytearray(layout.num_bytes)) for layout in location.tensors]
+                shards.fill(location, contents)
+                parts[part] = self._assign(part, ShardRow.stored(location, contents), prompts)
+                if is_caption:
+                    captions[key] = parts[part]
             base = msgspec.structs.replace(row, cache_file="", packed=None)
             entry = row.packed
             self._samples.append(_PackedSample(entry.name, base, parts, entry.form, entry.values))

@@ -12,6 +12,7 @@ from PIL import Image
 from latentry.errors import MediaError
 from latentry.extras import missing_packages
 from latentry.media.formats.header import exif_orientation
+from latentry.media.pillow import check_num_pixels
 
 _PACKAGES = {"HEIC": "pillow_heif", "JPEG XL": "pillow_jxl"}
 
@@ -55,6 +56,7 @@ def decode_heic(content: bytes, *, deep: bool) -> ExtraImage:
     import pillow_heif
 
     found = pillow_heif.open_heif(io.BytesIO(content), convert_hdr_to_8bit=not deep)
+    check_num_pixels(*found.size)
     values = np.asarray(found)
     if values.dtype == np.uint16:
         return ExtraImage(None, values.astype(np.float32) / np.float32(65535), None)

@@ -12,6 +12,8 @@ from latentry.media.hdr import PRIMARIES, TRANSFERS
 
 ORIENTATION_TAG = 0x0112
 _MAX_EXIF_BYTES = 1 << 20
+_MAX_READ_BYTES = 1 << 24
+"""A damaged header may ask for gigabytes."""
 _XMP_ORIENTATION = re.compile(rb"tiff:Orientation(?:=[\"']|>)([1-8])")
 
 
@@ -50,7 +52,7 @@ class ByteReader(Protocol):
 def file_reader(file: IO[bytes]) -> ByteReader:
     """Reads parts of an open file, without moving its position."""
     descriptor = file.fileno()
-    return lambda offset, count: os.pread(descriptor, count, offset)
+    return lambda offset, count: os.pread(descriptor, min(count, _MAX_READ_BYTES), offset)
 
 
 def buffer_reader(content: bytes) -> ByteReader:

@@ -83,7 +83,7 @@ def read_png_header(read: ByteReader) -> ImageHeader | None:
 
 
 def clean_png(content: bytes) -> CleanPng | None:
-    """The chunks that hold pixels, as a PNG of their own; None if the content is not a PNG with a header."""
+    """The chunks that hold pixels, as another PNG; None if the content is not a PNG with a header."""
     read = buffer_reader(content)
     header = read_png_header(read)
     if header is None:

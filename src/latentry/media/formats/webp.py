@@ -62,7 +62,7 @@ def read_webp_header(read: ByteReader) -> ImageHeader | None:
 
 
 def clean_webp(content: bytes) -> CleanWebp | None:
-    """The chunks that hold pixels, as a WebP of their own; None if the content is not a WebP that can be read."""
+    """The chunks that hold pixels, as another WebP; None if the content is not a WebP that can be read."""
     read = buffer_reader(content)
     header = read_webp_header(read)
     if header is None:
