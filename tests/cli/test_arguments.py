@@ -135,6 +135,7 @@ def test_choices_in_the_help_are_those_of_the_library():
     from latentry.encode.recipe import DTYPES
     from latentry.media.images import NO_CROP, RESIZE_MODES
     from latentry.media.video_options import MODES, SHORT_CLIPS
+    from latentry.sources.captions import CAPTION_FALLBACKS, CAPTION_FORMATS
 
     expected = {
         "crop_mode": (*CROP_MODES, NO_CROP),
@@ -144,6 +145,8 @@ def test_choices_in_the_help_are_those_of_the_library():
         "resize_mode": RESIZE_MODES,
         "mode": MODES,
         "short_clips": SHORT_CLIPS,
+        "caption_format": CAPTION_FORMATS,
+        "caption_fallback": CAPTION_FALLBACKS,
     }
     found = set()
     for parser in COMMANDS.values():

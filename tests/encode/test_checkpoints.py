@@ -8,11 +8,10 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,7 +20,9 @@ from PIL import Image
 
 from latentry import Recipe, VideoOptions, prepare
 from latentry.cache.write import packed_writer
+from latentry.cache.write.workspace import Workspace
 from latentry.encode import caption_batches, pipeline, plan
+from latentry.encode.running_task import RunningTask
 from latentry.processors.tiny import TinyProcessor
 from latentry.serve.dataset import TextToImageDataset
 from latentry.testing import assert_same_cache, make_counter_clip
@@ -329,21 +330,18 @@ def test_workers_save_before_they_stop(pictures, tmp_path, small_shards, monkeyp
 
 
 def test_time_decides_when_a_checkpoint_is_written(pictures, tmp_path, monkeypatch):
-    """With a clock that moves by ten seconds a batch: the third batch would end after the interval."""
-    from latentry.cache.write.workspace import Workspace
-
-    clock = iter(range(0, 10_000, 10))
-    monkeypatch.setattr(pipeline.time, "monotonic", lambda: float(next(clock)))
-    sizes = []
+    """With a clock that moves by ten seconds a batch: after three batches, a fourth would end after the interval."""
+    seconds = iter(range(0, 10_000, 10))
+    monkeypatch.setattr(pipeline, "time", SimpleNamespace(monotonic=lambda: float(next(seconds))))
+    finished = RunningTask.finished_checkpoint
+    monkeypatch.setattr(RunningTask, "finished_checkpoint", lambda task, wait=True: finished(task, wait=True))
     commit = Workspace.commit
+    sizes: list[int] = []
 
-    def watched(self, found):
+    def watched(workspace, found):
         sizes.append(len(found.rows))
-        commit(self, found)
+        commit(workspace, found)
 
     monkeypatch.setattr(Workspace, "commit", watched)
-    monkeypatch.setattr(time, "monotonic", lambda: float(next(clock)))
-    prepare(SMALL, image_dir=pictures, output_dir=tmp_path / "cache", batch_size=1, checkpoint_interval_s=40)
-    gaps = {later - earlier for earlier, later in pairwise(sizes)}
-    assert len(sizes) > 5
-    assert max(gaps) <= 4
+    prepare(SMALL, image_dir=pictures, output_dir=tmp_path / "cache", batch_size=1, checkpoint_interval_s=39)
+    assert sizes == [*range(3, NUM_PICTURES - 2, 3), NUM_PICTURES - 2]

@@ -30,7 +30,7 @@ def add_caption_flags(parser: argparse.ArgumentParser, *, lines_field: str) -> N
     add_flag(
         group,
         "--caption_format",
-        metavar="FORMAT",
+        choices=("auto", "sidecar", "txt", "jsonl", "csv", "meta_json"),
         default="auto",
         help="read captions from sidecar, txt, jsonl, csv or meta_json files "
         "(default: auto, which tries all of them in this order)",
@@ -57,7 +57,7 @@ def add_caption_flags(parser: argparse.ArgumentParser, *, lines_field: str) -> N
     add_flag(
         group,
         "--caption_fallback",
-        metavar="ACTION",
+        choices=("filename", "empty", "skip"),
         default="filename",
         help="give inputs without a caption their filename or an empty caption, or skip them (default: filename)",
     )
