@@ -36,7 +36,7 @@ MOVED_MODULES: dict[str, tuple[str, ...]] = {
     "latentry.sampler": ("latentry.serve.sampler", "latentry.serve.sampler_state"),
     "latentry.verification": ("latentry.encode.verify", "latentry.cache.verify"),
     "latentry.cache.files": ("latentry.cache.read.files",),
-    "latentry.media.headers": ("latentry.media.jpeg_header",),
+    "latentry.media.headers": ("latentry.media.formats.jpeg_header",),
     "latentry.media.kinds": (
         "latentry.media.reader",
         "latentry.media.image_reader",

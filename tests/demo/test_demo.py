@@ -16,7 +16,7 @@ def test_demo(capsys, tmp_path):
     assert status == 0
     assert "12 encoded, 0 already done, 0 failed" in out
     assert "320x192x9" in out
-    assert "1 samples, 0 problems" in out
+    assert "1 sample, 0 problems" in out
     assert "12 samples, 0 problems" in out
     assert "epoch 0: received 7 of 7 batches" in out
     sheet = tmp_path / "out" / "contact_sheet.png"

@@ -282,8 +282,8 @@ def test_unknown_fields_that_do_not_fit_are_named_once(tmp_path, caplog):
     cache = make_image_cache(tmp_path / "cache", {(256, 256): 4})
     change_files(
         cache,
-        {"some": torch.ones(1), "size": torch.ones(1), "text_embeddings": torch.ones(1), "prompts": "x"},
-        {"some": 5, "size": torch.ones(2), "text_embeddings": torch.ones(1), "prompts": "y"},
+        {"some": torch.ones(1), "size": torch.ones(1), "text_embeddings": torch.ones(1)},
+        {"some": 5, "size": torch.ones(2), "text_embeddings": torch.ones(1)},
         {"size": torch.ones(2), "text_embeddings": torch.ones(1)},
         {"some": torch.ones(1), "size": torch.ones(1), "text_embeddings": torch.ones(1)},
     )

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from latentry.buckets import MultiTierBucketCalculator
-from latentry.cli import main
+from latentry.cli import main as run_latentry
 from latentry.errors import ConfigError
 from latentry.extras import require_extra
 
@@ -18,6 +19,11 @@ if TYPE_CHECKING:
     from latentry.report.summary import PrepareResult
 
 __all__ = ["preprocess_dataset", "preprocess_video_dataset"]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command as that tool does: the frames of a clip are spread over the whole clip."""
+    return run_latentry(arguments, prog="preprocessing_multiprocess", whole_clips=True)
 
 
 def preprocess_dataset(
@@ -117,4 +123,4 @@ def _max_pixels(preset: str | None, max_pixels: int | None, default: str) -> int
 
 
 if __name__ == "__main__":
-    sys.exit(main(prog="preprocessing_multiprocess", whole_clips=True))
+    sys.exit(main())

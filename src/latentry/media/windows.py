@@ -114,21 +114,21 @@ def _windows_of_scene(
 
 def _offsets(clock: Clock, first: int, available: int, length: int, options: VideoOptions) -> list[float]:
     """Where windows start, in frames after the first at the target rate, or at the video's own."""
-    room = available - length
+    slack = available - length
     if options.windows == "middle":
-        return [room // 2]
+        return [slack // 2]
     if options.windows == "chunks":
-        return list(range(0, room + 1, length))
+        return list(range(0, slack + 1, length))
     if options.windows == "slide":
         assert clock.times_s is not None
         assert options.window_step_s is not None
         if options.target_fps is not None:
             step = options.window_step_s * options.target_fps
-            return [number * step for number in range(int(room / step + _EPSILON_S) + 1)]
-        latest = clock.times_s[first + room] - clock.times_s[first]
+            return [number * step for number in range(int(slack / step + _EPSILON_S) + 1)]
+        latest = clock.times_s[first + slack] - clock.times_s[first]
         moments = np.arange(int(latest / options.window_step_s + _EPSILON_S) + 1) * options.window_step_s
         starts = np.searchsorted(clock.times_s, clock.times_s[first] + moments - _EPSILON_S) - first
-        return [int(start) for start in np.unique(starts.clip(0, room))]
+        return [int(start) for start in np.unique(starts.clip(0, slack))]
     return [0]
 
 

@@ -27,7 +27,7 @@ class PrepareResult:
     """Whether this is a plan only, and nothing was written."""
     num_encoded: int
     """Samples that this run encoded; with ``dry_run``, that it would encode."""
-    num_captions_only: int
+    num_captions_only: int = 0
     """How many of them were in the cache except for their captions, so that only these were encoded."""
     num_already_done: int
     """Samples that the cache held already, unchanged."""

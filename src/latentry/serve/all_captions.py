@@ -21,7 +21,7 @@ NUM_CAPTIONS = "num_captions"
 
 
 def fields_of_all_captions(fields: FileFields, max_captions: int) -> FileFields:
-    """The fields that have to be read for samples with up to this number of captions."""
+    """The fields that have to be read for samples with up to this many captions."""
     further = range(1, max_captions)
     return replace(
         fields,

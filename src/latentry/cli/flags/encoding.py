@@ -7,7 +7,7 @@ from typing import Any
 
 from latentry.cli.flags import add_flag, whole_number
 
-PROCESSORS_OF = {"image": ("tiny", "flux"), "video": ("tiny", "wan", "hunyuan")}
+PROCESSORS_OF = {"image": ("tiny", "flux"), "video": ("tiny", "wan", "wan2.2", "hunyuan")}
 """The processors of each kind of media, for help texts and shell completion."""
 
 
