@@ -38,9 +38,9 @@ def test_failures_that_are_not_shown(count, says):
 @pytest.mark.parametrize(
     ("count", "says", "hidden"),
     [
-        (1, "1 caption problem;", None),
-        (2, "2 caption problems;", None),
-        (11, "11 caption problems;", "and 1 more"),
+        (1, "1 caption problem:", None),
+        (2, "2 caption problems:", None),
+        (11, "11 caption problems:", "and 1 more"),
     ],
 )
 def test_caption_problems(count, says, hidden):
