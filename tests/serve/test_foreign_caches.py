@@ -296,7 +296,6 @@ def test_unknown_fields_that_do_not_fit_are_named_once(tmp_path, caplog):
             assert batch["text_embeddings"].shape == (2, 7, 8)
     said = sorted(record.getMessage().partition(": ")[2] for record in caplog.records)
     assert said == [
-        "prompts is left out of the batch: the batch has another field of this name",
         "size is left out of the batch: its shapes differ",
         "some is left out of the batch: not every sample has it as a tensor",
         "text_embeddings is left out of the batch: the batch has another field of this name",

@@ -18,9 +18,9 @@ _STEPS = [
         "image --image_dir {PICTURES} --output_dir {cache} --processor tiny --resolution_preset 512p --verify",
     ),
     (
-        "Encode nine frames of a clip",
+        "Encode nine frames, spread over a clip",
         "video --video_dir {CLIPS} --output_dir {clips} --processor tiny --resolution_preset 256p "
-        "--target_frames 9 --verify",
+        "--target_frames 9 --windows uniform --verify",
     ),
     ("Check the clip's cache, and decode its latents", "verify {clips} --decode"),
     ("Pack the images into shards", "convert {cache} --output_dir {packed}"),
