@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -17,10 +17,12 @@ from msgspec import UNSET
 
 from latentry.cache.format import CacheMetadata, Row
 from latentry.cache.read.shard_files import OpenShards
-from latentry.cache.write.commits import Checkpoint
 from latentry.cache.write.workspace import Workspace
-from latentry.encode.pipeline import CHECKPOINT_INTERVAL_S, MAX_FAILURES, Outcome
-from latentry.encode.plan import Plan, bucket_chooser, count_buckets, make_plan, task_size_of
+from latentry.encode.inputs import Folders, Inputs, source_folders
+from latentry.encode.pipeline import CHECKPOINT_INTERVAL_S, MAX_FAILURES
+from latentry.encode.plan import Plan, count_buckets
+from latentry.encode.progress import OnProgress, Watcher
+from latentry.encode.progress import Progress as Progress
 from latentry.encode.read_ahead import DAMAGED
 from latentry.encode.recipe import Recipe, ResolvedRecipe, resolve_recipe
 from latentry.encode.repeats import Repeats
@@ -29,28 +31,9 @@ from latentry.errors import CacheError, ConfigError, ModelError, RunError, TooMa
 from latentry.hardware import find_devices
 from latentry.processors import Processor, processor_class
 from latentry.report.summary import PrepareResult
-from latentry.sources.caption_folders import CaptionFolders
-from latentry.sources.captions import NO_CAPTION
-from latentry.sources.folder import SourceFolders, list_folders
+from latentry.sources.folder import SourceFolders
 from latentry.storage import content_digest
-from latentry.types import Bucket, Failure, ProcessorInfo, SourceFile
-
-
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """How far a run is."""
-
-    phase: str
-    """``plan`` (reading headers) or ``encode``."""
-    done: int
-    total: int
-    failures: int = 0
-    by_device: Mapping[str, int] = field(default_factory=dict)
-
-
-Folders = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
-"""A folder, or several."""
-OnProgress = Callable[[Progress], None]
+from latentry.types import Bucket, ProcessorInfo
 
 
 def prepare(
@@ -116,7 +99,7 @@ def prepare(
         raise ConfigError(f"unknown damaged {damaged!r}; choose one of {', '.join(DAMAGED)}")
     started = time.monotonic()
     processor = processor_class(recipe.processor)
-    source = _source_folders(recipe, processor.info, image_dir, video_dir)
+    source = source_folders(recipe, processor.info, image_dir, video_dir)
     output = Path(output_dir).expanduser().absolute()
     device_names = find_devices(devices)
     model_name = recipe.model_name or processor.info.default_model_name
@@ -128,7 +111,7 @@ def prepare(
         on_gpu=all(name.startswith("cuda") for name in device_names),
     )
     repeated = Repeats.of(source, repeats)
-    inputs = _Inputs(recipe, resolved, processor.info, source, output, max_files, damaged, on_progress)
+    inputs = Inputs(recipe, resolved, processor.info, source, output, max_files, damaged, on_progress)
 
     if dry_run:
         workspace = Workspace(output)
@@ -164,7 +147,7 @@ def prepare(
                 for c in checkpoints
             ]
         plan = inputs.plan(workspace, known, checkpoints)
-        watcher = _Watcher(plan, on_progress)
+        watcher = Watcher(plan, on_progress)
         job = Job(
             recipe=resolved,
             model_name=model_name,
@@ -190,23 +173,6 @@ def prepare(
     return _result(plan, inputs, output, device_names, started, buckets, count_buckets(rows), watcher=watcher)
 
 
-def _source_folders(
-    recipe: Recipe, info: ProcessorInfo, image_dir: Folders | None, video_dir: Folders | None
-) -> SourceFolders:
-    """The folders of the inputs, if they fit the recipe and the processor."""
-    media = recipe.media
-    if media not in info.media:
-        raise ConfigError(
-            f"the processor {recipe.processor!r} encodes {' and '.join(info.media)}s, not {media}s"
-        )
-    folders = image_dir if media == "image" else video_dir
-    if folders is None or (image_dir is not None and video_dir is not None):
-        raise ConfigError(
-            f"a recipe for {media}s needs {media}_dir, the folder of the {media}s, and no other folder"
-        )
-    return SourceFolders.of([folders] if isinstance(folders, (str, os.PathLike)) else folders)
-
-
 def _weights(
     processor: type[Processor], model_name: str, workspace: Workspace, *, dry_run: bool
 ) -> tuple[str, tuple[str, ...]]:
@@ -221,67 +187,6 @@ def _weights(
         if weights := recorded.get("weights"):
             return str(weights), (f"{unknown}; it assumes that the cache was made with them",)
         return "unknown", (unknown,)
-
-
-class _Inputs:
-    """The listed inputs of a run, ready to be planned."""
-
-    def __init__(
-        self,
-        recipe: Recipe,
-        resolved: ResolvedRecipe,
-        info: ProcessorInfo,
-        source: SourceFolders,
-        output: Path,
-        max_files: int | None,
-        damaged: str,
-        on_progress: OnProgress,
-    ) -> None:
-        self._resolved, self._info = resolved, info
-        self._source, self._output = source, output
-        self._damaged, self._on_progress = damaged, on_progress
-        self._sizes = recipe.size_rules()
-        self._choose_buckets = bucket_chooser(resolved)
-        self._reader = resolved.media_reader()
-        self._listing = list_folders(source, self._reader.suffixes, media=recipe.media, leave_out=output)
-        self._files: Sequence[SourceFile] = self._listing.files[:max_files]
-        self._finder = CaptionFolders(source, recipe.caption_finder)
-
-    def ignored(self) -> dict[str, int]:
-        """Files of the folders that were not taken, by ending. Known once captions were looked up."""
-        return self._listing.ignored({file.name for file in self._files} | self._finder.files_read)
-
-    def plan(self, workspace: Workspace, known: Mapping[str, Row], checkpoints: Sequence[Checkpoint]) -> Plan:
-        plan = make_plan(
-            self._files,
-            self._source,
-            self._reader,
-            self._choose_buckets,
-            self._finder,
-            known=known,
-            sizes=self._sizes,
-            checkpoints=checkpoints,
-            task_size=task_size_of(self._resolved, self._info),
-            unreadable=self._listing.unreadable,
-            failed_before=workspace.failed_before(),
-            keep_damaged=self._damaged == "keep",
-            on_progress=lambda *counts: self._on_progress(Progress("plan", *counts)),
-        )
-        if plan.vanished and not (plan.done or plan.captions_only):
-            raise RunError(
-                f"none of the {len(plan.vanished)} samples in {self._output} comes from {self._source}; choose "
-                "another output_dir, give the folders in the same order as before, or replace that cache with "
-                "--overwrite"
-            )
-        if plan.left_out and not (plan.tasks or plan.done):
-            name, reason = plan.left_out[0].name, plan.left_out[0].reason
-            raise RunError(f"every input is left out, such as {name}, which {reason}; loosen that rule")
-        damaged = [failure for failure in plan.skipped if failure.reason != NO_CAPTION]
-        if damaged and self._damaged == "error":
-            raise RunError(
-                f"{damaged[0].name} {damaged[0].reason}; mend or move the file, or leave out --damaged error"
-            )
-        return plan
 
 
 def _metadata(
@@ -350,30 +255,9 @@ def _rows_to_keep(
     return rows
 
 
-class _Watcher:
-    """Counts what the engine reports, and passes it on as progress."""
-
-    def __init__(self, plan: Plan, on_progress: OnProgress) -> None:
-        self._total = plan.num_to_encode
-        self._on_progress = on_progress
-        self._buckets = {sample.name: task.bucket for task in plan.tasks for sample in task.samples}
-        self.failures: list[Failure] = []
-        self.by_device: dict[str, int] = {}
-        self.psnr_db: dict[str, tuple[Bucket, float]] = {}
-
-    def __call__(self, device: str, report: Outcome) -> None:
-        self.by_device[device] = self.by_device.get(device, 0) + 1
-        if report.failure is not None:
-            self.failures.append(Failure(report.name, report.failure))
-        if report.psnr_db is not None:
-            self.psnr_db[report.name] = (self._buckets[report.name], report.psnr_db)
-        done = sum(self.by_device.values())
-        self._on_progress(Progress("encode", done, self._total, len(self.failures), dict(self.by_device)))
-
-
 def _result(
     plan: Plan,
-    inputs: _Inputs,
+    inputs: Inputs,
     output: Path,
     devices: Sequence[str],
     started: float,
@@ -381,7 +265,7 @@ def _result(
     items: Mapping[Bucket, int],
     *,
     dry_run: bool = False,
-    watcher: _Watcher | None = None,
+    watcher: Watcher | None = None,
 ) -> PrepareResult:
     failures = [*plan.skipped, *(watcher.failures if watcher else [])]
     return PrepareResult(
