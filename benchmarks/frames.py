@@ -20,9 +20,9 @@ from pathlib import Path
 import av
 def peak_mb():
     return next(int(l.split()[1]) for l in open("/proc/self/status") if l.startswith("VmHWM")) / 1024
-from latentry.media.windows import evenly_spaced
-from latentry.media.timeline import read_timeline
-from latentry.media.videos import read_frames
+from latentry.media.clips.windows import evenly_spaced
+from latentry.media.clips.timeline import read_timeline
+from latentry.media.clips.frames import read_frames
 before = peak_mb()
 start = time.perf_counter()
 film = Path(sys.argv[1])

@@ -18,9 +18,9 @@ from pathlib import Path
 import av
 import numpy as np
 
+from latentry.media.clips.indexed_file import IndexedFile
+from latentry.media.clips.timeline import Timeline, list_packets
 from latentry.media.content import MediaFile
-from latentry.media.indexed_file import IndexedFile
-from latentry.media.timeline import Timeline, list_packets
 
 
 def make_film(path: Path, num_bytes: int) -> Path:

@@ -18,8 +18,8 @@ from latentry.buckets import MultiTierBucketCalculator
 from latentry.cli import main
 from latentry.encode.prepare import Progress
 from latentry.encode.recipe import Recipe
-from latentry.media.timeline import read_timeline
-from latentry.media.videos import read_frames
+from latentry.media.clips.frames import read_frames
+from latentry.media.clips.timeline import read_timeline
 from latentry.processors.fused.clip import ClipEncoder
 from latentry.processors.fused.hunyuan_vae import HunyuanEncoder
 from latentry.processors.fused.image_vae import ImageEncoder

@@ -64,7 +64,7 @@ def test_safetensors_opens_shards(photos, tmp_path):
 
 @pytest.fixture
 def small_tasks(monkeypatch):
-    monkeypatch.setattr("latentry.encode.plan._MAX_TASK_SIZE", 2)
+    monkeypatch.setattr("latentry.encode.planning.tasks._MAX_TASK_SIZE", 2)
 
 
 @pytest.mark.slow

@@ -131,8 +131,8 @@ def test_choices_in_the_help_are_those_of_the_library():
     """The parser must not import the library, which takes seconds."""
     from latentry.cache.format import OUTPUT_FORMATS
     from latentry.crops import CROP_MODES
-    from latentry.encode.read_ahead import DAMAGED
     from latentry.encode.recipe import DTYPES
+    from latentry.encode.running.read_ahead import DAMAGED
     from latentry.media.images import NO_CROP, RESIZE_MODES
     from latentry.media.video_options import MODES, SHORT_CLIPS
     from latentry.sources.captions import CAPTION_FALLBACKS, CAPTION_FORMATS

@@ -22,7 +22,7 @@ from latentry import Recipe, VideoOptions, prepare
 from latentry.cache.write import packed_writer
 from latentry.cache.write.workspace import Workspace
 from latentry.encode import caption_batches, pipeline, plan
-from latentry.encode.running_task import RunningTask
+from latentry.encode.running.running_task import RunningTask
 from latentry.processors.tiny import TinyProcessor
 from latentry.serve.dataset import TextToImageDataset
 from latentry.testing import assert_same_cache, make_counter_clip
@@ -121,7 +121,7 @@ def test_interrupted_while_batches_are_on_the_device(pictures, tmp_path, small_s
     due = pipeline._first_is_due
     monkeypatch.setattr(pipeline, "_first_is_due", lambda queued, _: due(queued, 2))
     monkeypatch.setattr(plan, "task_size_of", lambda *_: lambda bucket: 14)
-    monkeypatch.setattr("latentry.encode.prepare.task_size_of", lambda *_: lambda bucket: 14)
+    monkeypatch.setattr("latentry.encode.inputs.task_size_of", lambda *_: lambda bucket: 14)
     run = partial(prepare, recipe, image_dir=pictures, batch_size=2, checkpoint_interval_s=0)
     run(output_dir=tmp_path / "undisturbed")
     num_saved = 0

@@ -10,7 +10,12 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from latentry.encode.device import copy_to_host, gpu_feeding_priority, to_host, with_smaller_batches_on_oom
+from latentry.encode.running.device import (
+    copy_to_host,
+    gpu_feeding_priority,
+    to_host,
+    with_smaller_batches_on_oom,
+)
 from latentry.errors import RunError
 
 

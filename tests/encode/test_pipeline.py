@@ -11,16 +11,16 @@ from helpers import SMALL
 
 import latentry
 from latentry import prepare
-from latentry.encode.batch_encoder import QueuedBatch
-from latentry.encode.pipeline import _first_is_due
-from latentry.encode.read_ahead import ReadAhead
-from latentry.encode.running_task import RunningTask
+from latentry.encode.running.batch_encoder import QueuedBatch
+from latentry.encode.running.pipeline import _first_is_due
+from latentry.encode.running.read_ahead import ReadAhead
+from latentry.encode.running.running_task import RunningTask
 from latentry.engines import local
 from latentry.media.image_reader import ImageReader
 
 
 def test_encoded_captions_are_released_after_use(monkeypatch):
-    from latentry.encode.caption_batches import CaptionBatches
+    from latentry.encode.running.caption_batches import CaptionBatches
     from latentry.processors.tiny import TinyProcessor
     from latentry.types import Bucket, Caption, PlannedSample, SourceFile
 
@@ -30,7 +30,7 @@ def test_encoded_captions_are_released_after_use(monkeypatch):
         )
         for i in range(80)
     ]
-    monkeypatch.setattr("latentry.encode.caption_batches._SMALL_BYTES", 64)
+    monkeypatch.setattr("latentry.encode.running.caption_batches._SMALL_BYTES", 64)
     texts = CaptionBatches(TinyProcessor("embedded", torch.device("cpu"), torch.float32), samples)
     for sample in samples[:40]:
         for field in texts.take(sample.caption.text).fields.values():
@@ -85,7 +85,7 @@ def test_read_ahead_starts_small(photos, tmp_path, monkeypatch):
 
 
 def test_decoding_threads_use_one_torch_thread_each():
-    from latentry.encode.device import single_threaded_pool
+    from latentry.encode.running.device import single_threaded_pool
 
     before = torch.get_num_threads()
     with single_threaded_pool(3) as pool:

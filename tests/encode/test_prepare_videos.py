@@ -214,7 +214,7 @@ def test_out_of_memory_switches_tiling_on_once(clips, tmp_path, wan_folder, monk
     monkeypatch.setattr(WanProcessor, "enable_tiling", lambda self: tiled.append("tiled") or enable(self))
     with monkeypatch.context() as small:
         small.setattr(
-            "latentry.encode.batch_encoder.free_bytes", lambda device: 1000
+            "latentry.encode.running.batch_encoder.free_bytes", lambda device: 1000
         )  # too little for one video
         prepare(recipe, video_dir=clips, output_dir=tmp_path / "foreseen")
 

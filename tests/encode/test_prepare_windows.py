@@ -18,8 +18,8 @@ from latentry.cli.arguments import parse_arguments
 from latentry.cli.flags.clips import clip_fields
 from latentry.encode.recipe import ResolvedRecipe
 from latentry.errors import LatentryError
-from latentry.media.scenes import scene_starts
-from latentry.media.timeline import read_timeline
+from latentry.media.clips.scenes import scene_starts
+from latentry.media.clips.timeline import read_timeline
 from latentry.media.video_options import VideoOptions
 from latentry.processors import processor_class
 from latentry.testing import assert_same_cache, make_counter_clip, read_counter
@@ -104,7 +104,7 @@ def test_many_windows_are_not_decoded_at_once(long_clip, tmp_path, monkeypatch):
 
     sizes = []
     read = VideoReader.read
-    monkeypatch.setattr("latentry.encode.read_ahead._MAX_BYTES_PER_READ", 3 * 5 * 128 * 64 * 3)
+    monkeypatch.setattr("latentry.encode.running.read_ahead._MAX_BYTES_PER_READ", 3 * 5 * 128 * 64 * 3)
     monkeypatch.setattr(
         VideoReader,
         "read",

@@ -12,7 +12,7 @@ from PIL import Image
 
 from latentry import Recipe, prepare
 from latentry.crops import covering_size
-from latentry.encode.sizes import SizeRules, SizeSummary, size_change
+from latentry.encode.planning.sizes import SizeRules, SizeSummary, size_change
 from latentry.errors import RunError
 from latentry.testing import make_counter_clip
 from latentry.types import Bucket, SizeChange

@@ -13,12 +13,12 @@ from helpers import EXAMPLES, real_clips
 
 from latentry import Recipe, prepare
 from latentry.errors import MediaError
+from latentry.media.clips.frames import read_frames
+from latentry.media.clips.timeline import read_timeline
 from latentry.media.content import MediaFile, read_media_file
 from latentry.media.image_reader import ImageReader
-from latentry.media.timeline import read_timeline
 from latentry.media.video_options import VideoOptions
 from latentry.media.video_reader import VideoReader
-from latentry.media.videos import read_frames
 from latentry.storage import content_digest
 from latentry.testing import assert_same_cache, make_counter_clip, read_counter
 from latentry.types import Bucket, Caption, PlannedSample, SourceFile

@@ -6,8 +6,8 @@ import av
 import numpy as np
 import pytest
 
-from latentry.media.timeline import read_timeline
-from latentry.media.videos import read_frames
+from latentry.media.clips.frames import read_frames
+from latentry.media.clips.timeline import read_timeline
 from latentry.testing.media import counter_frame
 
 

@@ -8,10 +8,10 @@ from clip_files import make_textured_clip, overwrite, packets_of
 from helpers import real_clips
 
 from latentry.errors import MediaError
-from latentry.media.timeline import read_timeline
+from latentry.media.clips.frames import probe_video, read_frames
+from latentry.media.clips.timeline import read_timeline
 from latentry.media.video_options import VideoOptions
 from latentry.media.video_reader import VideoReader
-from latentry.media.videos import probe_video, read_frames
 from latentry.types import Bucket, Caption, PlannedSample, SourceFile
 
 CODECS = [

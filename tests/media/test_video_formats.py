@@ -8,8 +8,8 @@ from clip_files import make_textured_clip, overwrite
 from helpers import read_counters
 
 from latentry.errors import MediaError
+from latentry.media.clips.frames import probe_video
 from latentry.media.video_reader import VIDEO_SUFFIXES
-from latentry.media.videos import probe_video
 
 ENDINGS = {
     "m4v": ("libx264", "yuv420p", "mp4"),

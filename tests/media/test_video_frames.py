@@ -12,11 +12,11 @@ from helpers import read_counters, real_clips
 from PIL import Image
 
 from latentry.errors import MediaError
-from latentry.media.timeline import read_timeline
+from latentry.media.clips.frames import probe_video, read_frames
+from latentry.media.clips.timeline import read_timeline
+from latentry.media.clips.windows import Clock, find_windows, window_frames
 from latentry.media.video_options import VideoOptions
 from latentry.media.video_reader import VideoReader
-from latentry.media.videos import probe_video, read_frames
-from latentry.media.windows import Clock, find_windows, window_frames
 from latentry.testing import make_counter_clip
 
 
@@ -120,8 +120,8 @@ def test_memory_does_not_grow_with_length(tmp_path):
     )
     code = f"""
 from pathlib import Path
-from latentry.media.timeline import read_timeline
-from latentry.media.videos import read_frames
+from latentry.media.clips.timeline import read_timeline
+from latentry.media.clips.frames import read_frames
 from latentry.testing import read_counter
 import av
 

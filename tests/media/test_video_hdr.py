@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from latentry.errors import MediaError
+from latentry.media.clips.frames import probe_video, read_frames
+from latentry.media.clips.timeline import read_timeline
 from latentry.media.hdr import tone_map
-from latentry.media.timeline import read_timeline
 from latentry.media.video_options import VideoOptions
 from latentry.media.video_reader import VideoReader
-from latentry.media.videos import probe_video, read_frames
 
 TRANSFERS = {"pq": 16, "hlg": 18}
 CODES = np.array([[0.2, 0.2, 0.2], [0.5, 0.5, 0.5], [0.58, 0.58, 0.58], [0.75, 0.7, 0.6]])

@@ -10,10 +10,10 @@ from clip_files import make_textured_clip
 from helpers import real_clips
 
 from latentry.errors import MediaError
+from latentry.media.clips.indexed_file import IndexedFile
+from latentry.media.clips.timeline import Timeline, read_timeline
+from latentry.media.clips.video_file import open_video
 from latentry.media.content import MediaFile
-from latentry.media.indexed_file import IndexedFile
-from latentry.media.timeline import Timeline, read_timeline
-from latentry.media.video_file import open_video
 from latentry.media.video_options import VideoOptions
 from latentry.media.video_reader import VideoReader
 from latentry.testing import make_counter_clip

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from clip_files import make_textured_clip, set_display_matrix
 
-from latentry.media.timeline import read_timeline
-from latentry.media.videos import probe_video, read_frames
+from latentry.media.clips.frames import probe_video, read_frames
+from latentry.media.clips.timeline import read_timeline
 
 
 def corners(number: int) -> np.ndarray:

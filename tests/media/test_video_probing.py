@@ -8,8 +8,8 @@ import pytest
 from helpers import read_counters
 
 from latentry.errors import MediaError
-from latentry.media.timeline import read_timeline
-from latentry.media.videos import probe_video, read_frames
+from latentry.media.clips.frames import probe_video, read_frames
+from latentry.media.clips.timeline import read_timeline
 from latentry.testing import make_counter_clip, read_counter
 from latentry.testing.media import counter_frame
 

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from latentry.errors import ConfigError, MediaError
+from latentry.media.clips.windows import Clock, evenly_spaced, find_windows, window_frames
 from latentry.media.video_options import VideoOptions
-from latentry.media.windows import Clock, evenly_spaced, find_windows, window_frames
 
 
 def constant(num_frames: int, fps: float = 25) -> Clock:

@@ -22,10 +22,9 @@ LAYERS = [
     "serve.sampler", "serve.all_captions", "serve.stacking", "serve.collate",
     "serve.dataset", "serve.accelerate_hooks", "serve.loader", "serve.dataloader_build", "serve.shape_buckets",
     "serve.meta_files", "serve.mock", "serve.config", "serve.yaml_config",
-    "sources", "media", "processors.fused", "processors", "encode.sizes", "encode.recipe", "encode.repeats",
-    "encode.held_samples", "encode.plan", "encode.device", "encode.caption_batches", "encode.running_task",
-    "encode.stored_tensors", "encode.read_ahead", "encode.batch_encoder", "encode.pipeline", "engines", "report",
-    "encode.decode_check", "encode.verify", "encode.prepare", "testing", "demo", "cli",
+    "sources", "media", "processors.fused", "processors", "encode.planning.sizes", "encode.recipe", "encode.planning",
+    "encode.running", "engines", "report", "encode.progress", "encode.inputs", "encode.decode_check", "encode.verify",
+    "encode.prepare", "testing", "demo", "cli",
     "__main__", "_old_names",
 ]  # fmt: skip
 """From the first layer to the last: a module imports only from its own layer or from earlier ones."""

@@ -10,7 +10,7 @@ import torch
 
 from latentry.cache.format import CacheMetadata, Row
 from latentry.cache.latent_checks import psnr_db
-from latentry.encode.held_samples import planned_sample
+from latentry.encode.planning.held_samples import planned_sample
 from latentry.encode.recipe import ResolvedRecipe
 from latentry.errors import ConfigError, MediaError
 from latentry.hardware import find_devices

@@ -9,11 +9,11 @@ from pathlib import Path
 from latentry.cache.format import Row
 from latentry.cache.write.commits import Checkpoint
 from latentry.cache.write.workspace import Workspace
-from latentry.encode.headers import bucket_chooser
-from latentry.encode.plan import Plan, make_plan
+from latentry.encode.planning.headers import bucket_chooser
+from latentry.encode.planning.plan import Plan, make_plan
+from latentry.encode.planning.tasks import task_size_of
 from latentry.encode.progress import OnProgress, Progress
 from latentry.encode.recipe import Recipe, ResolvedRecipe
-from latentry.encode.tasks import task_size_of
 from latentry.errors import ConfigError, RunError
 from latentry.sources.caption_folders import CaptionFolders
 from latentry.sources.captions import NO_CAPTION

@@ -19,13 +19,13 @@ from latentry.cache.format import CacheMetadata, Row
 from latentry.cache.read.shard_files import OpenShards
 from latentry.cache.write.workspace import Workspace
 from latentry.encode.inputs import Folders, Inputs, source_folders
-from latentry.encode.pipeline import CHECKPOINT_INTERVAL_S, MAX_FAILURES
-from latentry.encode.plan import Plan, count_buckets
+from latentry.encode.planning.plan import Plan, count_buckets
+from latentry.encode.planning.repeats import Repeats
 from latentry.encode.progress import OnProgress, Watcher
 from latentry.encode.progress import Progress as Progress
-from latentry.encode.read_ahead import DAMAGED
 from latentry.encode.recipe import Recipe, ResolvedRecipe, resolve_recipe
-from latentry.encode.repeats import Repeats
+from latentry.encode.running.pipeline import CHECKPOINT_INTERVAL_S, MAX_FAILURES
+from latentry.encode.running.read_ahead import DAMAGED
 from latentry.engines.local import Job, run_tasks
 from latentry.errors import CacheError, ConfigError, ModelError, RunError, TooManyFailuresError
 from latentry.hardware import find_devices

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from latentry.encode.pipeline import Outcome
-from latentry.encode.plan import Plan
+from latentry.encode.planning.plan import Plan
+from latentry.encode.running.pipeline import Outcome
 from latentry.types import Bucket, Failure
 
 

@@ -15,7 +15,7 @@ from typing import Any
 from latentry.buckets import parse_aspect_ratio
 from latentry.cache.format import CAPTION_CHOICES, OUTPUT_FORMATS, recipe_fingerprint
 from latentry.crops import CROP_MODES
-from latentry.encode.sizes import SizeRules
+from latentry.encode.planning.sizes import SizeRules
 from latentry.errors import ConfigError
 from latentry.media.hdr import HDR_MODES
 from latentry.media.image_reader import ImageReader

@@ -24,8 +24,8 @@ from typing import Any, NoReturn
 import torch
 
 from latentry.cache.write.workspace import Workspace
-from latentry.encode.pipeline import CHECKPOINT_INTERVAL_S, MAX_FAILURES, Outcome, TaskRunner
 from latentry.encode.recipe import ResolvedRecipe
+from latentry.encode.running.pipeline import CHECKPOINT_INTERVAL_S, MAX_FAILURES, Outcome, TaskRunner
 from latentry.errors import LatentryError, RunError
 from latentry.hardware import num_cores
 from latentry.processors import processor_class

@@ -9,14 +9,10 @@ from pathlib import Path
 import torch
 
 from latentry.errors import MediaError
-from latentry.media.content import MediaFile, read_media_file
-from latentry.media.images import Pixels, fit_to_bucket
-from latentry.media.reader import Crop, ProbeResult
-from latentry.media.scenes import scene_starts
-from latentry.media.timeline import Timeline, read_timeline
-from latentry.media.video_options import VideoOptions
-from latentry.media.videos import Frames, VideoInfo, probe_video, read_frames
-from latentry.media.windows import (
+from latentry.media.clips.frames import Frames, VideoInfo, probe_video, read_frames
+from latentry.media.clips.scenes import scene_starts
+from latentry.media.clips.timeline import Timeline, read_timeline
+from latentry.media.clips.windows import (
     Clock,
     evenly_spaced,
     find_windows,
@@ -24,6 +20,10 @@ from latentry.media.windows import (
     window_frames,
     window_length,
 )
+from latentry.media.content import MediaFile, read_media_file
+from latentry.media.images import Pixels, fit_to_bucket
+from latentry.media.reader import Crop, ProbeResult
+from latentry.media.video_options import VideoOptions
 from latentry.storage import WHOLE_DIGEST_BYTES
 from latentry.types import PlannedSample, Window
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from latentry.errors import MediaError
+from latentry.media.clips.indexed_file import IndexedFile
 from latentry.media.content import MediaFile
-from latentry.media.indexed_file import IndexedFile
 
 VideoSource = Path | MediaFile | IndexedFile
 

@@ -32,12 +32,12 @@ from latentry.cache.write.sample_data import (
 )
 from latentry.cache.write.task_writer import WriterThreads, task_writer
 from latentry.cache.write.workspace import Workspace
-from latentry.encode.batch_encoder import BatchEncoder, QueuedBatch
-from latentry.encode.caption_batches import EncodedCaption
-from latentry.encode.device import gpu_feeding_priority, single_threaded_pool
-from latentry.encode.read_ahead import DecodedSample, ReadAhead
 from latentry.encode.recipe import ResolvedRecipe
-from latentry.encode.running_task import RunningTask
+from latentry.encode.running.batch_encoder import BatchEncoder, QueuedBatch
+from latentry.encode.running.caption_batches import EncodedCaption
+from latentry.encode.running.device import gpu_feeding_priority, single_threaded_pool
+from latentry.encode.running.read_ahead import DecodedSample, ReadAhead
+from latentry.encode.running.running_task import RunningTask
 from latentry.errors import LatentryError, TooManyFailuresError
 from latentry.processors import Fields, Processor
 from latentry.sources.folder import SourceFolders

@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from latentry.errors import MediaError
+from latentry.media.clips.frame_pixels import hdr_transfer, to_rgb, upright_shape
+from latentry.media.clips.timeline import Timeline, read_timeline
+from latentry.media.clips.video_file import error_text, open_video
 from latentry.media.content import MediaFile
-from latentry.media.frame_pixels import hdr_transfer, to_rgb, upright_shape
 from latentry.media.images import Pixels
-from latentry.media.timeline import Timeline, read_timeline
-from latentry.media.video_file import error_text, open_video
 
 T = TypeVar("T")
 

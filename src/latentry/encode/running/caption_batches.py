@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from latentry.encode.device import copy_to_host, to_host, with_smaller_batches_on_oom
+from latentry.encode.running.device import copy_to_host, to_host, with_smaller_batches_on_oom
 from latentry.processors.base import Fields, Processor, StackedFields
 from latentry.types import PlannedSample
 

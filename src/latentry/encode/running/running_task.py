@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from latentry.cache.write.commits import Checkpoint, Commit
 from latentry.cache.write.task_writer import RowsToCome, TaskWriter
-from latentry.encode.caption_batches import CaptionBatches
+from latentry.encode.running.caption_batches import CaptionBatches
 from latentry.types import Failure, PlannedSample, Task
 
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from latentry.extras import require_extra
-from latentry.media.timeline import Timeline
-from latentry.media.video_file import open_video
+from latentry.media.clips.timeline import Timeline
+from latentry.media.clips.video_file import open_video
 
 _WIDTH = 256
 _NOMINAL_FPS = 25.0

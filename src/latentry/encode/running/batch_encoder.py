@@ -14,11 +14,11 @@ from dataclasses import dataclass
 import torch
 
 from latentry.cache.latent_checks import latent_flags, psnr_db
-from latentry.encode.caption_batches import CaptionBatches, EncodedCaption
-from latentry.encode.device import to_host, with_smaller_batches_on_oom
-from latentry.encode.read_ahead import DecodedSample
 from latentry.encode.recipe import ResolvedRecipe
-from latentry.encode.running_task import RunningTask
+from latentry.encode.running.caption_batches import CaptionBatches, EncodedCaption
+from latentry.encode.running.device import to_host, with_smaller_batches_on_oom
+from latentry.encode.running.read_ahead import DecodedSample
+from latentry.encode.running.running_task import RunningTask
 from latentry.errors import RunError
 from latentry.hardware import free_bytes, share_of_memory
 from latentry.processors import Processor, StackedFields

@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from latentry.media.clips.indexed_file import IndexedFile
+from latentry.media.clips.matroska_gaps import MatroskaGaps
+from latentry.media.clips.video_file import open_video
 from latentry.media.content import MediaFile
-from latentry.media.indexed_file import IndexedFile
-from latentry.media.matroska_gaps import MatroskaGaps
-from latentry.media.video_file import open_video
 
 _MOV, _MATROSKA = "mov", "matroska"
 

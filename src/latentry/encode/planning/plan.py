@@ -14,11 +14,11 @@ from functools import cached_property
 
 from latentry.cache.format import TASK_SIZE, Row
 from latentry.cache.write.commits import Checkpoint
-from latentry.encode.headers import BucketChooser, read_headers
-from latentry.encode.held_samples import has_captions, is_same_media, planned_sample
-from latentry.encode.repeats import Repeats
-from latentry.encode.sizes import SizeRules, SizeSummary
-from latentry.encode.tasks import bucket_rank, continue_tasks, cut_into_tasks, without_damage
+from latentry.encode.planning.headers import BucketChooser, read_headers
+from latentry.encode.planning.held_samples import has_captions, is_same_media, planned_sample
+from latentry.encode.planning.repeats import Repeats
+from latentry.encode.planning.sizes import SizeRules, SizeSummary
+from latentry.encode.planning.tasks import bucket_rank, continue_tasks, cut_into_tasks, without_damage
 from latentry.media.reader import MediaReader
 from latentry.sources.caption_folders import CaptionFolders
 from latentry.sources.captions import NO_CAPTION

@@ -1,0 +1,1 @@
+"""Planning: what happens to every input, before any pixel is decoded."""

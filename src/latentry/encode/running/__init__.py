@@ -1,0 +1,1 @@
+"""Running tasks: decode, encode and write, overlapped."""
