@@ -19,7 +19,12 @@ except ModuleNotFoundError:  # Python 3.10; pytest installs this one there
 
 ROOT = Path(__file__).parents[2]
 DEMO = Path(latentry.__file__).parent / "demo"
-PYPI_NAMES = {"PIL": "pillow", "pillow_heif": "pillow-heif", "pillow_jxl": "pillow-jxl-plugin"}
+PYPI_NAMES = {
+    "PIL": "pillow",
+    "pillow_heif": "pillow-heif",
+    "pillow_jxl": "pillow-jxl-plugin",
+    "scenedetect": "scenedetect-headless",
+}
 """Import name to package name, where they differ."""
 
 
