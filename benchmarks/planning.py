@@ -17,7 +17,7 @@ from pathlib import Path
 from pictures import make_picture
 from PIL import Image
 
-from latentry.media.image_header import probe_image
+from latentry.media.image_header import read_image_header
 
 FORMATS = {
     "JPEG": ("jpg", {"quality": 92}),
@@ -63,7 +63,7 @@ def main() -> None:
             paths = [Path(folder) / f"{number}.{ending}" for number in range(count)]
             for number, path in enumerate(paths):
                 path.write_bytes(contents[number % len(contents)])
-            ours, pillows = rate(probe_image, paths), rate(ask_pillow, paths)
+            ours, pillows = rate(read_image_header, paths), rate(ask_pillow, paths)
             print(f"{name:8} {ours:12,.0f} {pillows:12,.0f} {ours / pillows:7.1f}x")
 
 

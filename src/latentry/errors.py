@@ -8,6 +8,7 @@ situation, ours inherits from it too, so code that catches the built-in class ke
     │   └── NoSuchBucketError (IndexError)           there is no bucket with this id
     ├── StateError (ValueError)                      a sampler or loader state is malformed or does not match
     ├── MediaError (ValueError)                      an image or video cannot be read
+    │   └── UnsuitableMediaError                     it is whole, but the options leave it out
     ├── ModelError                                   a model's files are missing or unusable
     ├── MissingPackageError (ImportError)            an optional package is not installed
     ├── RunError                                     a run cannot start or continue
@@ -41,6 +42,10 @@ class MediaError(LatentryError, ValueError):
     The message is a predicate whose subject is the file name, such as ``has no video stream``: whoever reports
     it puts the name in front.
     """
+
+
+class UnsuitableMediaError(MediaError):
+    """An image or video is not damaged, but the chosen options or the installed packages leave it out."""
 
 
 class ModelError(LatentryError):

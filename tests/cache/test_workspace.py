@@ -13,7 +13,7 @@ from latentry import Recipe, prepare
 from latentry.cache.format import Row
 from latentry.cache.write.commits import Commit, CommitLog
 from latentry.cache.write.workspace import Workspace
-from latentry.encode import plan
+from latentry.encode.planning import tasks
 from latentry.serve.dataset import TextToImageDataset
 from latentry.testing import assert_same_cache
 from latentry.types import Failure
@@ -46,7 +46,7 @@ def test_commits_of_earlier_releases_have_no_number_and_count_first(tmp_path):
 
 
 def test_resume_of_a_run_that_an_earlier_release_began(photos, tmp_path, monkeypatch):
-    monkeypatch.setattr(plan, "TASK_SIZE", 2)
+    monkeypatch.setattr(tasks, "TASK_SIZE", 2)
     whole, cache = tmp_path / "whole", tmp_path / "cache"
     prepare(SMALL, image_dir=photos, output_dir=whole)
     with pytest.raises(KeyboardInterrupt):
@@ -66,7 +66,7 @@ def test_resumed_twice_with_changes_in_between_the_last_encoding_counts(photos, 
     def interrupt(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(plan, "TASK_SIZE", 2)
+    monkeypatch.setattr(tasks, "TASK_SIZE", 2)
     cache = tmp_path / "cache"
     caption = photos / "space" / "astronaut.json"
     for text in ("one", "two", "three"):

@@ -20,6 +20,7 @@ from helpers import (
     run_main,
     stopped_after,
 )
+from PIL import Image
 
 from latentry import Recipe, prepare, verify_cache
 from latentry.media.video_options import VideoOptions
@@ -220,3 +221,62 @@ def test_changed_captions_of_videos(tmp_path, output_format, mode, encodings, hu
     assert ("image_embeds" in data, data.get("first_frame") is not None) == (
         (True, True) if mode == "video" else (False, False)
     )
+
+
+def test_a_lost_caption_file_loses_no_sample(images, tmp_path, encodings):
+    """With ``caption_required``, an input without its caption fails, but what the cache has of it stays."""
+    recipe, cache = replace(SMALL, caption_required=True), tmp_path / "cache"
+    first = prepare(recipe, image_dir=images, output_dir=cache)
+    lost = [path.rename(tmp_path / path.name) for path in images.glob("*.txt")]
+    result = prepare(recipe, image_dir=images, output_dir=cache)
+    assert (len(result.failures), result.num_kept, result.num_removed) == (first.num_encoded, first.num_encoded, 0)
+    assert len(rows_of(cache)) == first.num_encoded
+    for path in lost:
+        path.rename(images / path.name)
+    encodings.clear()
+    assert prepare(recipe, image_dir=images, output_dir=cache).num_already_done == first.num_encoded
+    assert not encodings
+
+
+def test_samples_that_are_left_out_later_are_counted(images, tmp_path):
+    first = prepare(SMALL, image_dir=images, output_dir=tmp_path / "cache")
+    next(images.glob("*.txt")).unlink()
+    skip = replace(SMALL, caption_fallback="skip")
+    for dry_run in (True, False):
+        result = prepare(skip, image_dir=images, output_dir=tmp_path / "cache", dry_run=dry_run)
+        assert (result.num_removed, len(result.left_out)) == (1, 1)
+        assert "1 removed (input deleted, or left out by your rules)" in str(result)
+    assert len(rows_of(tmp_path / "cache")) == first.num_encoded - 1
+
+
+def test_damage_that_was_kept_stays_known(tmp_path):
+    """A row whose captions are encoded again still says that its input is damaged."""
+    folder = tmp_path / "photos"
+    folder.mkdir()
+    Image.radial_gradient("L").save(folder / "cut.jpg", quality=95)
+    content = (folder / "cut.jpg").read_bytes()
+    (folder / "cut.jpg").write_bytes(content[: len(content) // 2])
+    for caption in ("one", "two"):
+        (folder / "cut.txt").write_text(caption)
+        prepare(SMALL, image_dir=folder, output_dir=tmp_path / "cache", damaged="keep")
+        (row,) = rows_of(tmp_path / "cache")
+        assert (row["prompt"], bool(row["damage"])) == (caption, True)
+    assert prepare(SMALL, image_dir=folder, output_dir=tmp_path / "cache").failures[0].name == "cut.jpg"
+
+
+@pytest.mark.parametrize("output_format", FORMATS)
+def test_damaged_latents_are_not_taken_from_the_cache(images, tmp_path, output_format, encodings):
+    recipe, cache = replace(SMALL, output_format=output_format), tmp_path / "cache"
+    prepare(recipe, image_dir=images, output_dir=cache)
+    prepare(recipe, image_dir=images, output_dir=tmp_path / "copy")
+    change_captions(images)
+    prepare(recipe, image_dir=images, output_dir=tmp_path / "fresh")
+    pattern = "*.latents.safetensors" if output_format == "packed" else f"*.{output_format}"
+    path = next(cache.rglob(pattern))
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    encodings.clear()
+    prepare(recipe, image_dir=images, output_dir=cache)
+    assert encodings, "the sample whose bytes have changed is encoded again"
+    assert verify_cache(cache).problems == ()

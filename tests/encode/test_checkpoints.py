@@ -21,7 +21,8 @@ from PIL import Image
 from latentry import Recipe, VideoOptions, prepare
 from latentry.cache.write import packed_writer
 from latentry.cache.write.workspace import Workspace
-from latentry.encode import caption_batches, pipeline, plan
+from latentry.encode.planning import tasks
+from latentry.encode.running import caption_batches, pipeline
 from latentry.encode.running.running_task import RunningTask
 from latentry.processors.tiny import TinyProcessor
 from latentry.serve.dataset import TextToImageDataset
@@ -120,7 +121,7 @@ def test_interrupted_while_batches_are_on_the_device(pictures, tmp_path, small_s
     """As on a GPU, whose results come two batches later, across the ends of tasks."""
     due = pipeline._first_is_due
     monkeypatch.setattr(pipeline, "_first_is_due", lambda queued, _: due(queued, 2))
-    monkeypatch.setattr(plan, "task_size_of", lambda *_: lambda bucket: 14)
+    monkeypatch.setattr(tasks, "task_size_of", lambda *_: lambda bucket: 14)
     monkeypatch.setattr("latentry.encode.inputs.task_size_of", lambda *_: lambda bucket: 14)
     run = partial(prepare, recipe, image_dir=pictures, batch_size=2, checkpoint_interval_s=0)
     run(output_dir=tmp_path / "undisturbed")
@@ -197,11 +198,11 @@ import json, sys, time
 from latentry import Recipe, VideoOptions, prepare
 from latentry.cache.write import packed_writer
 from latentry.cli import _stop_at_sigterm
-from latentry.encode import plan
+from latentry.encode.planning import tasks
 from latentry.processors.tiny import TinyProcessor
 options = json.loads(sys.argv[1])
 packed_writer.TARGET_SHARD_BYTES, packed_writer.MIN_SHARD_BYTES = 80_000, 40_000
-plan.TASK_SIZE = 14
+tasks.TASK_SIZE = 14
 encode = TinyProcessor.encode_pixels
 def slow(self, *arguments):
     time.sleep(options["pause_s"])
@@ -278,7 +279,7 @@ assert VideoOptions(**CLIPS["video"]) != VideoOptions(**FRAMES["video"])
 def test_stopped_process_continues_in_its_task(
     pictures, clips, tmp_path, small_shards, monkeypatch, number, recipe, output_format
 ):
-    monkeypatch.setattr(plan, "TASK_SIZE", 14)
+    monkeypatch.setattr(tasks, "TASK_SIZE", 14)
     recipe = {**recipe, "output_format": output_format}
     inputs = {"video_dir": str(clips)} if recipe["video"] else {"image_dir": str(pictures)}
     arguments = {**inputs, "batch_size": 2, "checkpoint_interval_s": 0}
@@ -308,7 +309,7 @@ def test_stopped_process_continues_in_its_task(
 @pytest.mark.parametrize("recipe", [SMALL, PACKED], ids=["files", "packed"])
 def test_workers_save_before_they_stop(pictures, tmp_path, small_shards, monkeypatch, recipe, number):
     """With the usual interval, so that only the stop makes checkpoints."""
-    monkeypatch.setattr(plan, "TASK_SIZE", 14)
+    monkeypatch.setattr(tasks, "TASK_SIZE", 14)
     arguments = {"image_dir": str(pictures), "output_dir": str(tmp_path / "cache"), "devices": "cpu,cpu"}
     chosen = {**IMAGES, "output_format": recipe.output_format}
     options = {"recipe": chosen, "arguments": arguments, "pause_s": 0.3}

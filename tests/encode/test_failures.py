@@ -13,9 +13,10 @@ from helpers import PACKED, SMALL, rows_of, stopped_after
 
 from latentry import Recipe, prepare
 from latentry.cache.latent_checks import latent_problem
-from latentry.encode import plan
+from latentry.encode.planning import tasks
 from latentry.errors import ConfigError, RunError, TooManyFailuresError
 from latentry.serve.dataset import TextToImageDataset
+from latentry.testing import assert_same_cache
 
 
 def test_bad_files_are_reported_and_the_others_encoded(photos, tmp_path):
@@ -71,6 +72,8 @@ def test_too_many_failures_in_a_row_stop_the_run(photos, tmp_path, recipe):
     assert unlimited.num_encoded == 12 - encoded[-1]
     assert len(unlimited.failures) == 6
     assert len(list(TextToImageDataset(cache))) == 12
+    prepare(recipe, image_dir=photos, output_dir=tmp_path / "undisturbed", max_failures=0)
+    assert_same_cache(cache, tmp_path / "undisturbed")
 
 
 @pytest.mark.parametrize(
@@ -121,7 +124,7 @@ def test_input_that_now_fails_is_removed_from_the_cache(photos, tmp_path):
 
 def test_retried_failures_do_not_count_as_failures_in_a_row(photos, tmp_path, monkeypatch):
     run = partial(prepare, SMALL, image_dir=photos, max_failures=3)
-    monkeypatch.setattr(plan, "TASK_SIZE", 4)
+    monkeypatch.setattr(tasks, "TASK_SIZE", 4)
     whole = (photos / "space" / "astronaut.jpg").read_bytes()
     for i in range(6):
         (photos / f"{i}_a_good.jpg").write_bytes(whole)

@@ -14,7 +14,7 @@ import pytest
 from helpers import PACKED, SMALL, edit_json, files_of, rows_of, stopped_after
 
 from latentry import Recipe, prepare
-from latentry.encode import plan
+from latentry.encode.planning import tasks
 from latentry.errors import ConfigError, MetadataError, RunError
 from latentry.serve.dataset import TextToImageDataset
 from latentry.testing import assert_same_cache
@@ -22,8 +22,8 @@ from latentry.testing import assert_same_cache
 COMMAND = """
 import sys
 from latentry import Recipe, prepare
-from latentry.encode import plan
-plan.TASK_SIZE = 2
+from latentry.encode.planning import tasks
+tasks.TASK_SIZE = 2
 result = prepare(Recipe(max_pixels=128 * 128), image_dir=sys.argv[1], output_dir=sys.argv[2], shard_size=5,
                  devices=sys.argv[3])
 sys.exit(result.exit_status)
@@ -48,9 +48,22 @@ def finish(process: subprocess.Popen[bytes]) -> int:
 @pytest.fixture
 def undisturbed(photos, tmp_path, monkeypatch) -> Path:
     (photos / "broken.jpg").write_bytes((photos / "space" / "astronaut.jpg").read_bytes()[:20_000])
-    monkeypatch.setattr(plan, "TASK_SIZE", 2)
+    monkeypatch.setattr(tasks, "TASK_SIZE", 2)
     prepare(SMALL, image_dir=photos, output_dir=tmp_path / "undisturbed", shard_size=5)
     return tmp_path / "undisturbed"
+
+
+def test_drafts_of_the_metadata_are_removed(photos, tmp_path):
+    cache = tmp_path / "cache"
+    cache.mkdir()
+    names = ("metadata_shard_0000.json", "metadata.json", "packed_index_b.arrow", "failures.jsonl")
+    drafts = [cache / f".{name}.{'0a' * 16}.tmp" for name in names]
+    for draft in drafts:
+        draft.touch()
+    (cache / ".notes.tmp").touch()
+    prepare(SMALL, image_dir=photos, output_dir=cache)
+    assert [path.exists() for path in drafts] == [False] * 4
+    assert (cache / ".notes.tmp").exists(), "only files that a run writes are removed"
 
 
 @pytest.mark.slow
@@ -77,7 +90,7 @@ def test_resume_after_kill_at_random_points(photos, tmp_path, undisturbed):
 
 def test_resume_after_interrupt_at_each_task(photos, tmp_path, undisturbed, monkeypatch):
     """Every single commit is a point to go on from, and no committed task is done twice."""
-    monkeypatch.setattr(plan, "TASK_SIZE", 2)
+    monkeypatch.setattr(tasks, "TASK_SIZE", 2)
     cache = tmp_path / "cache"
     encoded = []
     while True:
@@ -135,7 +148,7 @@ def test_kill_during_publication_loses_no_row(photos, tmp_path, undisturbed, mon
 
 
 def test_inputs_changed_before_resume_are_encoded_again(photos, tmp_path, monkeypatch):
-    monkeypatch.setattr(plan, "TASK_SIZE", 2)
+    monkeypatch.setattr(tasks, "TASK_SIZE", 2)
     cache = tmp_path / "cache"
     for attempt in range(3):
         with pytest.raises(KeyboardInterrupt):
@@ -206,7 +219,7 @@ def test_damaged_cache_file_is_encoded_again(photos, tmp_path):
     ],
 )
 def test_damaged_state_is_a_one_line_error(photos, tmp_path, monkeypatch, file, content, says):
-    monkeypatch.setattr(plan, "TASK_SIZE", 2)
+    monkeypatch.setattr(tasks, "TASK_SIZE", 2)
     with pytest.raises(KeyboardInterrupt):
         prepare(SMALL, image_dir=photos, output_dir=tmp_path / "cache", on_progress=stopped_after(4))
     victim = next(iter((tmp_path / "cache").glob(file)), tmp_path / "cache" / file)
@@ -285,7 +298,7 @@ if __name__ == "__main__":
 
 
 def test_overwrite_discards_the_commits_of_another_recipe(photos, tmp_path, monkeypatch):
-    monkeypatch.setattr(plan, "TASK_SIZE", 2)
+    monkeypatch.setattr(tasks, "TASK_SIZE", 2)
     other = Recipe(max_pixels=128 * 128, crop_mode="random")
     with pytest.raises(KeyboardInterrupt):
         prepare(SMALL, image_dir=photos, output_dir=tmp_path / "cache", on_progress=stopped_after(6))

@@ -15,7 +15,7 @@ from PIL import Image
 
 from latentry.errors import MediaError
 from latentry.media.hdr import tone_map
-from latentry.media.image_header import probe_image
+from latentry.media.image_header import read_image_header
 from latentry.media.images import decode_image
 
 PQ, HLG, SRGB = 16, 18, 13
@@ -92,7 +92,7 @@ def test_hdr_jpeg_xl():
 def test_sdr_with_the_same_numbers_is_no_hdr(tmp_path, kind):
     path = tmp_path / "image"
     path.write_bytes(FILES[kind][0](SRGB, 1))
-    assert probe_image(path, hdr="skip") == (128, 96)
+    assert read_image_header(path, hdr="skip").shown_size == (128, 96)
     pixels = decode_image(path.read_bytes(), hdr="skip").pixels
     if kind.startswith("PNG"):
         assert np.array_equal(pixels, (ramp() >> 8).astype(np.uint8))
@@ -103,8 +103,11 @@ def test_hdr_is_skipped_if_asked(tmp_path, kind):
     content = JXL if kind == "JPEG XL" else FILES[kind][0](PQ)
     path = tmp_path / "image"
     path.write_bytes(content)
-    assert probe_image(path) == (128, 96)
-    for refuse in (lambda: probe_image(path, hdr="skip"), lambda: decode_image(content, hdr="skip")):
+    assert read_image_header(path).shown_size == (128, 96)
+    for refuse in (
+        lambda: read_image_header(path, hdr="skip").shown_size,
+        lambda: decode_image(content, hdr="skip"),
+    ):
         with pytest.raises(MediaError, match=r"^is HDR \(PQ\); leave out --hdr skip to convert it to sRGB$"):
             refuse()
 

@@ -7,12 +7,12 @@ import random
 import numpy as np
 import pillow_jxl  # noqa: F401  adds JPEG XL to Pillow, for writing
 import pytest
-from image_files import encoded, heic, photo
+from image_files import encoded, heic, photo, with_png_chunk
 from PIL import Image
 
 from latentry import Recipe, prepare
 from latentry.errors import MediaError, RunError
-from latentry.media.image_header import probe_image
+from latentry.media.image_header import read_image_header
 from latentry.media.images import decode_image
 
 JPEGS = {
@@ -160,6 +160,13 @@ def test_png_without_its_end_chunk_is_whole():
     assert decode_image(content[:-6] + b"garbage").damage is None
 
 
+def test_jpeg_data_in_a_tiff():
+    whole = encoded(photo(640, 480), "TIFF", compression="jpeg", quality=90)
+    assert decode_image(whole).damage is None
+    middle = len(whole) // 2
+    assert decode_image(zeroed(whole, middle, middle + 2000)).damage == "premature end of data segment"
+
+
 @pytest.mark.filterwarnings("ignore::UserWarning:PIL")
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "AVIF", "JXL", "HEIC"])
 def test_random_damage_never_raises_anything_else(tmp_path, monkeypatch, kind):
@@ -174,7 +181,7 @@ def test_random_damage_never_raises_anything_else(tmp_path, monkeypatch, kind):
         for _ in range(rng.randrange(1, 6)):
             damaged[rng.randrange(min(len(damaged), 80 if number % 2 else 1 << 20))] = rng.randrange(256)
         path.write_bytes(damaged)
-        for read, argument in ((probe_image, path), (decode_image, bytes(damaged))):
+        for read, argument in ((read_image_header, path), (decode_image, bytes(damaged))):
             try:
                 read(argument)
             except MediaError as error:
@@ -198,3 +205,16 @@ def test_what_a_run_does_with_damaged_images(tmp_path, damaged):
     result = prepare(Recipe(max_pixels=64 * 64), **arguments)
     failures = [(failure.name, failure.reason) for failure in result.failures]
     assert failures == ([("cut.jpg", "is damaged: Premature end of JPEG file")] if damaged == "skip" else [])
+    assert dict(result.notes) == ({"damaged, and kept": 1} if damaged == "keep" else {})
+
+
+def test_what_the_options_leave_out_is_not_damaged(tmp_path):
+    folder = tmp_path / "photos"
+    folder.mkdir()
+    (folder / "plain.png").write_bytes(encoded(photo()))
+    (folder / "hdr.png").write_bytes(with_png_chunk(encoded(photo()), b"cICP", bytes([9, 16, 0, 1])))
+    recipe = Recipe(max_pixels=64 * 64, hdr="skip")
+    result = prepare(recipe, image_dir=folder, output_dir=tmp_path / "cache", damaged="error")
+    assert (result.num_encoded, [failure.name for failure in result.failures]) == (1, ["hdr.png"])
+    result = prepare(Recipe(max_pixels=64 * 64), image_dir=folder, output_dir=tmp_path / "all", dry_run=True)
+    assert dict(result.notes) == {"HDR (PQ), tone-mapped to sRGB": 1}

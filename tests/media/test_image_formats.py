@@ -23,7 +23,7 @@ from PIL import Image, ImageFile
 
 from latentry import Recipe, prepare
 from latentry.errors import MediaError
-from latentry.media.image_header import probe_image
+from latentry.media.image_header import read_image_header
 from latentry.media.image_reader import IMAGE_SUFFIXES, ImageReader
 from latentry.media.images import decode_image
 from latentry.testing import make_counter_clip
@@ -56,7 +56,7 @@ def test_lossless_formats(tmp_path, name):
     assert image.damage is None
     assert np.array_equal(image.pixels, PIXELS)
     (tmp_path / "image").write_bytes(LOSSLESS[name])
-    assert probe_image(tmp_path / "image") == (160, 120)
+    assert read_image_header(tmp_path / "image").shown_size == (160, 120)
 
 
 @pytest.mark.parametrize("name", LOSSY)
@@ -65,7 +65,7 @@ def test_lossy_formats(tmp_path, name):
     assert image.damage is None
     assert np.abs(image.pixels.astype(int) - PIXELS).mean() < (12 if name == "GIF" else 6)
     (tmp_path / "image").write_bytes(LOSSY[name])
-    assert probe_image(tmp_path / "image") == (160, 120)
+    assert read_image_header(tmp_path / "image").shown_size == (160, 120)
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))
@@ -99,7 +99,7 @@ def test_orientation(tmp_path, name, orientation):
     pixels = decode_image(content).pixels
     assert pixels.shape == upright.shape
     assert np.abs(pixels.astype(int) - upright).mean() < 5
-    assert probe_image(tmp_path / "image") == (upright.shape[1], upright.shape[0])
+    assert read_image_header(tmp_path / "image").shown_size == (upright.shape[1], upright.shape[0])
 
 
 # ---- good files that were refused ------------------------------------------------------------
@@ -200,7 +200,7 @@ def assert_good(tmp_path, content: bytes) -> None:
     assert image.damage is None
     assert np.array_equal(image.pixels, PIXELS)
     (tmp_path / "image").write_bytes(content)
-    assert probe_image(tmp_path / "image") == (160, 120)
+    assert read_image_header(tmp_path / "image").shown_size == (160, 120)
 
 
 # ---- profiles --------------------------------------------------------------------------------
@@ -269,7 +269,7 @@ def test_files_that_are_no_images(tmp_path, name):
         content = path.read_bytes()
     path.write_bytes(content)
     with pytest.raises(MediaError, match=reason):
-        probe_image(path)
+        read_image_header(path)
     with pytest.raises(MediaError, match=reason):
         decode_image(content)
 
@@ -311,7 +311,7 @@ def test_planning_decodes_nothing(tmp_path, monkeypatch, name):
     monkeypatch.setattr(ImageFile.ImageFile, "load", fail)
     monkeypatch.setattr("latentry.media.formats.extra_formats.decode_jxl", fail)
     monkeypatch.setattr("pillow_heif.open_heif", fail)
-    assert probe_image(path) == (160, 120)
+    assert read_image_header(path).shown_size == (160, 120)
 
 
 def test_pillow_stays_as_it_is():

@@ -12,7 +12,7 @@ from PIL import Image, ImageCms, ImageOps
 
 from latentry.crops import covering_size
 from latentry.errors import MediaError
-from latentry.media.image_header import probe_image
+from latentry.media.image_header import read_image_header
 from latentry.media.images import decode_image, fit_to_bucket
 
 
@@ -47,7 +47,7 @@ def test_orientation_is_applied(photo, tmp_path, orientation, kind):
     pixels = pixels_of(content)
     assert pixels.shape == expected.shape
     assert np.abs(pixels.astype(int) - expected).max() <= 3
-    assert probe_image(path) == (pixels.shape[1], pixels.shape[0])
+    assert read_image_header(path).shown_size == (pixels.shape[1], pixels.shape[0])
 
 
 def test_transparency_becomes_white():

@@ -8,7 +8,7 @@ import pytest
 from PIL import Image
 
 from latentry.media.formats.jpeg_header import parse_jpeg_header, read_jpeg_header
-from latentry.media.image_header import probe_image
+from latentry.media.image_header import read_image_header
 
 
 def jpeg(size=(40, 30), mode="RGB", exif: bytes | None = None, **options) -> bytes:
@@ -50,7 +50,7 @@ def test_unusual_orientations_are_left_to_pillow(name, tmp_path):
     assert read_jpeg_header(path) is None
     with Image.open(path) as image:
         turned = image.getexif().get(0x0112, 1) in (5, 6, 7, 8)
-    assert probe_image(path) == ((30, 40) if turned else (40, 30))
+    assert read_image_header(path).shown_size == ((30, 40) if turned else (40, 30))
 
 
 XMP = b'<x:xmpmeta xmlns:x="adobe:ns:meta/" tiff:Orientation="6"/>'
@@ -86,7 +86,7 @@ def test_headers_agree_with_pillow(name, tmp_path):
             bool(image.info.get("icc_profile")),
         )
     turned = expected[2] in (5, 6, 7, 8)
-    assert probe_image(path) == ((expected[1], expected[0]) if turned else expected[:2])
+    assert read_image_header(path).shown_size == ((expected[1], expected[0]) if turned else expected[:2])
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning:PIL")

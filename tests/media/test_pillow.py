@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from latentry.errors import MediaError
-from latentry.media.image_header import probe_image
+from latentry.media.image_header import read_image_header
 from latentry.media.images import decode_image
 
 PHOTO = Image.effect_mandelbrot((120, 90), (-2, -1.5, 1, 1.5), 20).convert("RGB")
@@ -56,7 +56,7 @@ def header_of(width: int, height: int) -> bytes:
 def test_global_limit_is_unchanged(tmp_path, monkeypatch):
     before = Image.MAX_IMAGE_PIXELS
     (tmp_path / "large.png").write_bytes(header_of(20_000, 10_000))
-    assert probe_image(tmp_path / "large.png") == (10_000, 20_000)
+    assert read_image_header(tmp_path / "large.png").shown_size == (10_000, 20_000)
     assert before == Image.MAX_IMAGE_PIXELS
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1000)
     pixels_of(encoded(PHOTO, "PNG"))
@@ -74,7 +74,7 @@ def test_lowered_global_limit_has_no_effect(tmp_path, monkeypatch, image_format,
         Image.open(io.BytesIO(content)).load()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert probe_image(tmp_path / "image") == (120, 90)
+        assert read_image_header(tmp_path / "image").shown_size == (120, 90)
         assert np.array_equal(pixels_of(content), expected)
 
 
@@ -97,13 +97,13 @@ def test_images_over_our_limit_are_refused(tmp_path, monkeypatch, image_format):
     with pytest.raises(MediaError, match=r"^is 120x90; at most 1000 pixels can be read$"):
         pixels_of(content)
     with pytest.raises(MediaError, match=r"^is 120x90; at most 1000 pixels can be read$"):
-        probe_image(tmp_path / "image")
+        read_image_header(tmp_path / "image")
 
 
 def test_decompression_bombs_are_refused(tmp_path):
     (tmp_path / "bomb.png").write_bytes(header_of(60_000, 60_000))
     with pytest.raises(MediaError, match="is 60000x60000; at most"):
-        probe_image(tmp_path / "bomb.png")
+        read_image_header(tmp_path / "bomb.png")
     with pytest.raises(MediaError, match="is 60000x60000; at most"):
         pixels_of(header_of(60_000, 60_000))
 

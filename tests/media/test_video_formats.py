@@ -6,10 +6,12 @@ import av
 import pytest
 from clip_files import make_textured_clip, overwrite
 from helpers import read_counters
+from PIL import Image
 
 from latentry.errors import MediaError
 from latentry.media.clips.frames import probe_video
-from latentry.media.video_reader import VIDEO_SUFFIXES
+from latentry.media.video_options import VideoOptions
+from latentry.media.video_reader import VIDEO_SUFFIXES, VideoReader
 
 ENDINGS = {
     "m4v": ("libx264", "yuv420p", "mp4"),
@@ -73,6 +75,23 @@ def test_tags_that_are_not_utf8(tmp_path, name):
         pass
     assert probe_video(clip).num_frames == 12
     assert len(read_counters(clip, [0, 11])) == 2
+
+
+@pytest.mark.parametrize("target_frames", [None, 5])
+def test_what_is_no_video_is_named(tmp_path, target_frames):
+    reader = VideoReader(VideoOptions(target_frames=target_frames), "center", 4)
+    Image.new("RGB", (64, 48), "red").save(tmp_path / "still.gif")
+    Image.new("RGB", (64, 48), "red").save(tmp_path / "photo.jpg")
+    (tmp_path / "empty.mp4").touch()
+    (tmp_path / "page.mp4").write_text("<!doctype html><title>Not found</title>")
+    for name, reason in {
+        "still.gif": r"^is an image \(GIF\), not a video; encode it with: latentry image$",
+        "photo.jpg": r"^is an image \(JPEG\), not a video; encode it with: latentry image$",
+        "empty.mp4": "^is empty$",
+        "page.mp4": "^is an HTML page, not a video$",
+    }.items():
+        with pytest.raises(MediaError, match=reason):
+            reader.probe(tmp_path / name)
 
 
 def test_a_playlist_reaches_no_other_machine(tmp_path):

@@ -25,7 +25,7 @@ def by_reading_all(path: Path) -> Timeline:
 
 def listed(clip: Path, read_bytes: int = 1 << 12) -> tuple[Timeline, int]:
     """The timeline, and how many bytes were read, with small reads so that small clips tell."""
-    from latentry.media import timeline, video_file
+    from latentry.media.clips import timeline, video_file
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(video_file, "_INDEXED_READ_BYTES", read_bytes)

@@ -12,7 +12,7 @@ from helpers import EXAMPLES, FUSED_ENCODERS, stopped_after
 from PIL import Image
 
 from latentry import Recipe, prepare
-from latentry.encode import plan
+from latentry.encode.planning import tasks
 from latentry.media.video_options import VideoOptions
 from latentry.processors import processor_class
 from latentry.processors.flux import FluxProcessor
@@ -96,7 +96,7 @@ def test_an_interrupted_run_resumes_to_the_same_cache(
     output_format, photos, tmp_path, flux_folder, monkeypatch
 ):
     for name in ("TASK_SIZE", "_MAX_TASK_SIZE"):
-        monkeypatch.setattr(plan, name, 8)
+        monkeypatch.setattr(tasks, name, 8)
     recipe = flux_recipe(flux_folder, 256, output_format)
     options = {"image_dir": photos, "devices": "cuda:0"}
     prepare(recipe, output_dir=tmp_path / "undisturbed", **options)

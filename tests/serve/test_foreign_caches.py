@@ -386,3 +386,11 @@ def test_names_of_models(nemo_video_cache, caplog, written, asked, warns):
     dataset = TextToVideoDataset(nemo_video_cache, model_type=asked)
     assert ("was made for" in caplog.text) == warns
     assert collate_fn_video([dataset[0]], model_type=asked)["video_latents"].shape == (1, 16, 3, 12, 20)
+
+
+@pytest.mark.parametrize("prompts", ["a text", [], ["x", "y"]])
+def test_another_tools_prompts_are_not_our_captions(tmp_path, prompts):
+    cache = make_image_cache(tmp_path / "cache", {(256, 256): 2})
+    plain = TextToImageDataset(cache)[0]["prompt"]
+    change_files(cache, {"prompts": prompts}, {"prompts": prompts})
+    assert TextToImageDataset(cache)[0]["prompt"] == plain

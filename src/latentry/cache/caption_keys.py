@@ -65,5 +65,6 @@ def one_caption(data: dict[str, T], number: int) -> dict[str, T]:
     for key, (name, of) in keys.items():
         if of == number or (not of and name not in numbered):
             chosen[name] = data[key]
-    chosen["prompt"] = prompts[number]
+    if number:  # the row may have another text for the first
+        chosen["prompt"] = prompts[number]
     return chosen

@@ -95,7 +95,7 @@ class Inputs:
         if plan.left_out and not (plan.tasks or plan.done):
             name, reason = plan.left_out[0].name, plan.left_out[0].reason
             raise RunError(f"every input is left out, such as {name}, which {reason}; loosen that rule")
-        damaged = [failure for failure in plan.skipped if failure.reason != NO_CAPTION]
+        damaged = [f for f in plan.skipped if f.reason != NO_CAPTION and f.name not in plan.unsuitable]
         if damaged and self._damaged == "error":
             raise RunError(
                 f"{damaged[0].name} {damaged[0].reason}; mend or move the file, or leave out --damaged error"

@@ -103,7 +103,9 @@ def prepare(
     output = Path(output_dir).expanduser().absolute()
     device_names = find_devices(devices)
     model_name = recipe.model_name or processor.info.default_model_name
-    weights, unknown = _weights(processor, model_name, Workspace(output), dry_run=dry_run)
+    weights, unknown = _weights(
+        processor, model_name, None if overwrite else Workspace(output), dry_run=dry_run
+    )
     resolved = resolve_recipe(
         recipe,
         processor.info,
@@ -170,11 +172,21 @@ def prepare(
         failures = sorted([*plan.skipped, *watcher.failures], key=lambda failure: failure.name)
         workspace.finish(rows, failures, shard_size, _metadata(recipe, resolved, model_name, processor.info))
     buckets = count_buckets(row for row in rows if row.repeat == 0)
-    return _result(plan, inputs, output, device_names, started, buckets, count_buckets(rows), watcher=watcher)
+    return _result(
+        plan,
+        inputs,
+        output,
+        device_names,
+        started,
+        buckets,
+        count_buckets(rows),
+        watcher=watcher,
+        num_damaged=len({row.source_name for row in rows if row.damage}),
+    )
 
 
 def _weights(
-    processor: type[Processor], model_name: str, workspace: Workspace, *, dry_run: bool
+    processor: type[Processor], model_name: str, workspace: Workspace | None, *, dry_run: bool
 ) -> tuple[str, tuple[str, ...]]:
     """The identity of the weights, and what a dry run cannot know if they are not on this machine."""
     if not dry_run:
@@ -183,7 +195,7 @@ def _weights(
         return processor.weights_identity(model_name, download=False), ()
     except ModelError:
         unknown = f"the weights of {model_name} are not on this machine, so the plan does not check them"
-        recorded = workspace.recorded_recipe() or {}
+        recorded = (workspace.recorded_recipe() if workspace else None) or {}
         if weights := recorded.get("weights"):
             return str(weights), (f"{unknown}; it assumes that the cache was made with them",)
         return "unknown", (unknown,)
@@ -266,6 +278,7 @@ def _result(
     *,
     dry_run: bool = False,
     watcher: Watcher | None = None,
+    num_damaged: int = 0,
 ) -> PrepareResult:
     failures = [*plan.skipped, *(watcher.failures if watcher else [])]
     return PrepareResult(
@@ -274,7 +287,7 @@ def _result(
         num_encoded=plan.num_to_encode - (len(watcher.failures) if watcher else 0),
         num_captions_only=len(plan.captions_only - {failure.name for failure in failures}),
         num_already_done=len(plan.done),
-        num_removed=len(plan.vanished),
+        num_removed=len(plan.vanished) + len(plan.dropped),
         failures=tuple(sorted(failures, key=lambda failure: failure.name)),
         num_kept=len(plan.kept),
         items=items,
@@ -282,7 +295,7 @@ def _result(
         warnings=plan.warnings,
         ignored=inputs.ignored(),
         left_out=plan.left_out,
-        notes=dict(plan.notes),
+        notes=dict(plan.notes) | ({"damaged, and kept": num_damaged} if num_damaged else {}),
         buckets=buckets,
         captions=dict(plan.captions),
         caption_problems=plan.caption_problems,

@@ -12,7 +12,7 @@ from typing import IO
 
 from PIL import Image, UnidentifiedImageError
 
-from latentry.errors import MediaError
+from latentry.errors import MediaError, UnsuitableMediaError
 from latentry.media.formats.bitmap import read_bitmap_header
 from latentry.media.formats.content_type import PREFIX_BYTES, image_type_of, other_type
 from latentry.media.formats.extra_formats import heic_size, jxl_size, require_package
@@ -40,8 +40,8 @@ HEADER_READERS: dict[str, Callable[[ByteReader], ImageHeader | None]] = {
 }
 
 
-def probe_image(path: Path, hdr: str = "tonemap") -> tuple[int, int]:
-    """(width, height) of an image as it is shown, from its header.
+def read_image_header(path: Path, hdr: str = "tonemap") -> ImageHeader:
+    """Size, orientation and HDR format of an image, from its header.
 
     Args:
         path: The file.
@@ -65,7 +65,7 @@ def probe_image(path: Path, hdr: str = "tonemap") -> tuple[int, int]:
         raise
     except Exception as error:  # Pillow raises many types of errors for a damaged header
         raise MediaError(failure_reason(error, prefix)) from None
-    return header.shown_size
+    return header
 
 
 def _read_header(file: IO[bytes]) -> ImageHeader:
@@ -100,9 +100,9 @@ def require_image(prefix: bytes) -> str | None:
 
 
 def check_hdr(header: ImageHeader, hdr: str) -> None:
-    """Raise a ``MediaError`` if an image is HDR and ``hdr`` is ``skip``."""
+    """Raise an ``UnsuitableMediaError`` if an image is HDR and ``hdr`` is ``skip``."""
     if header.hdr is not None and hdr == "skip":
-        raise MediaError(
+        raise UnsuitableMediaError(
             f"is HDR ({header.hdr.transfer.upper()}); leave out --hdr skip to convert it to sRGB"
         )
 

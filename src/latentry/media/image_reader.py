@@ -8,7 +8,7 @@ from pathlib import Path
 
 from latentry.errors import MediaError
 from latentry.media.content import MediaFile, read_media_file
-from latentry.media.image_header import probe_image
+from latentry.media.image_header import read_image_header
 from latentry.media.images import decode_image, fit_to_bucket
 from latentry.media.reader import Crop, ProbeResult
 from latentry.types import PlannedSample
@@ -29,7 +29,9 @@ class ImageReader:
     suffixes: frozenset[str] = IMAGE_SUFFIXES
 
     def probe(self, path: Path) -> ProbeResult:
-        return ProbeResult(*probe_image(path, self.hdr))
+        header = read_image_header(path, self.hdr)
+        notes = (f"HDR ({header.hdr.transfer.upper()}), tone-mapped to sRGB",) if header.hdr else ()
+        return ProbeResult(*header.shown_size, notes=notes)
 
     def load(self, path: Path) -> MediaFile:
         return read_media_file(path)

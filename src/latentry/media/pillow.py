@@ -19,13 +19,14 @@ from typing import IO, Any
 from PIL import Image, ImageFile, UnidentifiedImageError
 
 from latentry.errors import MediaError
+from latentry.media.formats.tiff import tiff_damage
 
 MAX_PIXELS = 1 << 29
 """Half a gigapixel. A larger image is treated as a decompression bomb."""
 FORMATS = ("JPEG", "MPO", "PNG", "WEBP", "GIF", "BMP", "TIFF", "AVIF", "PPM", "JPEG2000")
 """The plugins that are used, in this order. Others are slow, start other programs or read what nobody trains on."""
 _NO_PARTS = ("WEBP", "AVIF")
-"""The formats whose decoders give all pixels or none. libtiff is the third."""
+"""The formats whose decoders give all pixels or none. libtiff does too, except for JPEG data."""
 _PILLOW_CHECK = "_decompression_bomb_check"
 
 
@@ -85,8 +86,9 @@ def load_with_pillow(content: bytes) -> tuple[Image.Image, str | None]:
     image = open_with_pillow(io.BytesIO(content))
     try:
         image.seek(0)
+        tiff = tiff_damage(content, image)  # before loading, which forgets where the data is
         image.load()
-        return image, None
+        return image, tiff
     except (OSError, SyntaxError, ValueError) as error:
         damage = (str(error) or type(error).__name__).replace("\n", " ")
         image.close()

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import torch
 
-from latentry.errors import MediaError
+from latentry.counted import counted
+from latentry.errors import MediaError, UnsuitableMediaError
 from latentry.media.clips.frames import Frames, VideoInfo, probe_video, read_frames
 from latentry.media.clips.scenes import scene_starts
 from latentry.media.clips.timeline import Timeline, read_timeline
@@ -21,6 +22,7 @@ from latentry.media.clips.windows import (
     window_length,
 )
 from latentry.media.content import MediaFile, read_media_file
+from latentry.media.formats.content_type import PREFIX_BYTES, image_type_of, other_type
 from latentry.media.images import Pixels, fit_to_bucket
 from latentry.media.reader import Crop, ProbeResult
 from latentry.media.video_options import VideoOptions
@@ -50,7 +52,14 @@ class VideoReader:
     suffixes: frozenset[str] = VIDEO_SUFFIXES
 
     def probe(self, path: Path) -> ProbeResult:
-        info = probe_video(path)
+        with open(path, "rb") as file:
+            prefix = file.read(PREFIX_BYTES)
+        try:
+            info = probe_video(path)
+        except MediaError as error:
+            raise MediaError(_other_type(prefix) or str(error)) from None
+        if info.num_frames == 1 and image_type_of(prefix) is not None:
+            raise MediaError(_other_type(prefix))
         notes = list(self._notes(info))
         options = self.options
         if options.mode == "frames":
@@ -61,7 +70,7 @@ class VideoReader:
         windows = find_windows(clock, options, self.frame_step, starts)
         available = num_available(clock, 0, info.num_frames - 1, options)
         if not windows:
-            raise MediaError(self._too_short(available, len(starts)))
+            raise UnsuitableMediaError(self._too_short(available, len(starts)))
         notes += self._notes_on_length(available, windows)
         if _is_whole(options):
             return ProbeResult(info.width, info.height, windows[0].num_frames, notes=tuple(notes))
@@ -78,7 +87,7 @@ class VideoReader:
         if info.hdr is not None:
             name = _HDR_NAMES[info.hdr]
             if self.hdr == "skip":
-                raise MediaError(f"is HDR ({name}), which --hdr skip leaves out")
+                raise UnsuitableMediaError(f"is HDR ({name}); leave out --hdr skip to convert it to sRGB")
             notes.append(f"HDR ({name}), tone-mapped to sRGB")
         return notes
 
@@ -99,7 +108,7 @@ class VideoReader:
         rate = f" at {options.target_fps:g} fps" if options.target_fps else ""
         if num_scenes > 1:
             return f"has {num_scenes} scenes, each with fewer than the {count} frames{rate} requested"
-        return f"has {available} frames{rate}, fewer than the {count} requested"
+        return f"has {counted(available, 'frame')}{rate}, fewer than the {count} requested"
 
     def load(self, path: Path) -> MediaFile:
         return read_media_file(path, WHOLE_DIGEST_BYTES)
@@ -156,12 +165,22 @@ class VideoReader:
             window = Window(0.0, 0, num_frames - 1, count)
             available = num_available(Clock(num_frames, timeline.times_s()), 0, num_frames - 1, options)
             if available < count and options.short_clips == "skip":
-                raise MediaError(
-                    f"has {available} frames that can be listed, fewer than the {count} requested"
+                raise UnsuitableMediaError(
+                    f"has {counted(available, 'frame')} that can be listed, fewer than the {count} requested"
                 )
         elif window.last_frame >= num_frames:
             raise MediaError("has fewer frames than when it was planned")
         return window_frames(Clock(num_frames, timeline.times_s()), window, options)
+
+
+def _other_type(prefix: bytes) -> str | None:
+    """What a file that is not a video is, by its first bytes; None if unknown."""
+    if not prefix:
+        return "is empty"
+    if image_type := image_type_of(prefix):
+        return f"is an image ({image_type}), not a video; encode it with: latentry image"
+    other = other_type(prefix)
+    return f"is {other}, not a video" if other and "video" not in other else None
 
 
 def _is_whole(options: VideoOptions) -> bool:

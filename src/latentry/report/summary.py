@@ -48,8 +48,8 @@ class PrepareResult:
     size_bytes: int
     """The size of the cache on disk; 0 with ``dry_run``."""
     num_kept: int = 0
-    """Samples that stay in the cache although their input is not part of this run: it is in another folder, or beyond
-    ``max_files``."""
+    """Samples that stay in the cache although this run does not take their input: it is in another folder, beyond
+    ``max_files``, or has lost its caption while ``caption_required`` is set."""
     items: Mapping[Bucket, int] = field(default_factory=dict)
     """Items per bucket in an epoch of the finished cache: samples, as often as they are repeated."""
     size_changes: Mapping[Bucket, SizeChange] = field(default_factory=dict)

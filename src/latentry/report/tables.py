@@ -96,7 +96,7 @@ def _totals(result: PrepareResult) -> str:
     if result.left_out:
         parts.append(f"{len(result.left_out)} left out")
     if result.num_removed:
-        parts.append(f"{result.num_removed} removed (source file deleted)")
+        parts.append(f"{result.num_removed} removed (input deleted, or left out by your rules)")
     if result.num_kept:
         parts.append(f"{result.num_kept} kept (not among this run's inputs)")
     text = ", ".join(parts)

@@ -175,6 +175,8 @@ class TextToImageDatasetConfig:
     """The folder of a finished image cache."""
     train_text_encoder: bool = False
     """Serve token ids instead of embeddings."""
+    caption_choice: str = "random"
+    """Which caption of a sample that has several: ``random``, ``first`` or ``all``."""
 
     def build(self) -> TextToImageDataset:
         """Build the dataset."""
@@ -191,6 +193,8 @@ class TextToVideoDatasetConfig:
     """The model that is trained. A warning is logged if the cache was made for another one."""
     device: str = "cpu"
     """Where the tensors are put."""
+    caption_choice: str = "random"
+    """Which caption of a sample that has several: ``random``, ``first`` or ``all``."""
 
     def build(self) -> TextToVideoDataset:
         """Build the dataset."""

@@ -70,7 +70,7 @@ class FileSamples:
                         contents = load_cache_file(self._cache_dir, relative)
                     row = stored_row(self._rows, rows[i])
                     contents = with_row_values(contents, row, fields)
-                    if not fields.all_captions:
+                    if self._index.metadata.max_captions and not fields.all_captions:
                         draw = None if draws is None else draws[i]
                         number = drawn_caption(draw, self._index.name(rows[i]), row, num_captions(contents))
                         contents = one_caption(contents, number)

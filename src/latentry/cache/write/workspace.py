@@ -43,6 +43,9 @@ from latentry.types import Failure
 
 _WORK = ".latentry"
 _BUCKET_FOLDER = re.compile(r"\d+x\d+")
+_METADATA_DRAFT = re.compile(
+    r"\.(metadata|index|packed_index|failures)[^.]*\.(json|jsonl|arrow)\.[0-9a-f]{32}\.tmp"
+)
 _CACHE_FILE = re.compile(r"[0-9a-f]{32}((_\d+)?-\d+\.(latents|text|frames))?\.(meta|pt|safetensors)")
 
 
@@ -64,6 +67,8 @@ class Workspace:
         """Finds the files that rows name."""
         self._recipe = folder / _WORK / "recipe.json"
         self._overwriting = folder / _WORK / "overwriting"
+        self._failed_before = folder / _WORK / FAILURES_NAME
+        """The failures of the finished cache, while those of an unfinished run are in its place."""
 
     @classmethod
     @contextmanager
@@ -213,9 +218,10 @@ class Workspace:
     def failed_before(self) -> set[str]:
         """The names of inputs that failed in an earlier run, finished or interrupted.
 
-        Failures in checkpoints are left out: the tasks of an interrupted run must be cut again as they were.
+        Failures of an interrupted run that are not committed are left out: its tasks must be cut again as they were.
         """
-        return {failure.name for failure in (*self._commits.failures(), *read_failures(self.folder))}
+        folder = self._failed_before.parent if self._failed_before.is_file() else self.folder
+        return {failure.name for failure in (*self._commits.failures(), *read_failures(folder))}
 
     # ---- working on it ----------------------------------------------------------------------
 
@@ -236,11 +242,14 @@ class Workspace:
         self._commits.write(commit)
 
     def record_failures(self, failures: Iterable[Failure]) -> None:
-        """Add failures to ``failures.jsonl`` without finishing the run.
+        """Add failures to ``failures.jsonl`` without finishing the run. What it held before is kept beside the commits.
 
         Args:
             failures: Those of this run.
         """
+        if not self._failed_before.is_file():
+            path = self.folder / FAILURES_NAME
+            write_text(self._failed_before, path.read_text("utf-8") if path.is_file() else "")
         committed = {row.sample_name for row in self._commits.rows()}
         found = {
             failure.name: failure for failure in (*read_failures(self.folder), *self._commits.failures())
@@ -262,6 +271,9 @@ class Workspace:
 
     def remove_drafts(self) -> None:
         """Remove the temporary files of killed processes."""
+        for path in self.folder.glob(".*.tmp"):
+            if _METADATA_DRAFT.fullmatch(path.name):
+                path.unlink(missing_ok=True)
         for folder in self._bucket_folders():
             for path in folder.glob(".*.tmp"):
                 path.unlink(missing_ok=True)

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from itertools import chain
 
 import numpy as np
 
 from latentry.buckets import MultiTierBucketCalculator
 from latentry.encode.recipe import ResolvedRecipe
-from latentry.errors import MediaError
+from latentry.errors import MediaError, UnsuitableMediaError
 from latentry.media.reader import MediaReader, ProbeResult
 from latentry.sources.folder import SourceFolders
 from latentry.types import Bucket, Caption, Failure, PlannedSample, SourceFile
@@ -41,41 +42,58 @@ def bucket_chooser(recipe: ResolvedRecipe) -> BucketChooser:
     return choose
 
 
+@dataclass(frozen=True, slots=True)
+class Headers:
+    """What the headers of files say."""
+
+    samples: list[PlannedSample]
+    failures: list[Failure]
+    """Files that cannot be used."""
+    unsuitable: frozenset[str]
+    """The names of those among them that are whole, but that the options leave out."""
+    notes: Counter[str]
+    """How often each note about how files are read occurs."""
+
+
 def read_headers(
     files: Sequence[tuple[SourceFile, Caption]],
     source: SourceFolders,
     reader: MediaReader,
     choose_buckets: BucketChooser,
     on_progress: Callable[[int, int], None],
-) -> tuple[list[PlannedSample], list[Failure], Counter[str]]:
+) -> Headers:
     """Read the files' headers in threads, and choose buckets for all of them at once.
 
-    Returns the samples, the files that cannot be used, and how often each note occurs. ``on_progress`` gets the number
-    of files that are read and of those that failed.
+    ``on_progress`` gets the number of files that are read and of those that failed.
     """
 
-    def probe_one(file: SourceFile) -> ProbeResult | str:
+    def probe_one(file: SourceFile) -> ProbeResult | MediaError:
         try:
             return reader.probe(source.path(file.name))
         except MediaError as error:
-            return str(error)
+            return error
+        except OSError as error:
+            return MediaError(f"cannot be read: {error.strerror}")
 
-    def probe_all(part: Sequence[tuple[SourceFile, Caption]]) -> list[ProbeResult | str]:
+    def probe_all(part: Sequence[tuple[SourceFile, Caption]]) -> list[ProbeResult | MediaError]:
         return [probe_one(file) for file, _ in part]
 
     readable: list[tuple[SourceFile, Caption, ProbeResult]] = []
-    skipped = []
+    failures: list[Failure] = []
+    unsuitable: set[str] = set()
     size = min(_PROBE_CHUNK, max(1, len(files) // (4 * _PROBE_THREADS)))
     parts = [files[i : i + size] for i in range(0, len(files), size)]
     with ThreadPoolExecutor(_PROBE_THREADS) as pool:
         try:
             results = chain.from_iterable(pool.map(probe_all, parts))
             for count, ((file, caption), probed) in enumerate(zip(files, results, strict=True), start=1):
-                if isinstance(probed, str):
-                    skipped.append(Failure(file.name, probed))
+                if isinstance(probed, MediaError):
+                    failures.append(Failure(file.name, str(probed)))
+                    if isinstance(probed, UnsuitableMediaError):
+                        unsuitable.add(file.name)
                 else:
                     readable.append((file, caption, probed))
-                on_progress(count, len(skipped))
+                on_progress(count, len(failures))
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
@@ -95,4 +113,5 @@ def read_headers(
         for (file, caption, probed), (bucket_id, resolution) in zip(readable, buckets, strict=True)
         for number, window in enumerate(probed.windows or [None] * probed.num_samples)
     ]
-    return samples, skipped, Counter(note for *_, probed in readable for note in probed.notes)
+    notes = Counter(note for *_, probed in readable for note in probed.notes)
+    return Headers(samples, failures, frozenset(unsuitable), notes)

@@ -35,8 +35,12 @@ class Plan:
     """Sample name to row, for samples that the cache holds unchanged."""
     skipped: tuple[Failure, ...]
     """Inputs whose headers already show that they cannot be encoded."""
+    unsuitable: frozenset[str] = frozenset()
+    """The names of those among them that are whole, but that the options leave out."""
     vanished: tuple[str, ...]
     """Samples of the cache whose input no longer exists."""
+    dropped: tuple[str, ...] = ()
+    """Samples of the cache whose input is left out now. They are removed from the cache."""
     kept: Mapping[str, Row] = field(default_factory=dict)
     """Samples of the cache whose input exists but is not part of this run, by name. They stay in the cache."""
     left_out: tuple[Failure, ...] = ()
@@ -118,19 +122,20 @@ def make_plan(
     num_files, num_failed = len(files) + len(unreadable), len(inputs.failed)
     num_before = num_files - len(inputs.unread)
     on_progress(num_before, num_files, num_failed)
-    samples, unusable, notes = read_headers(
+    headers = read_headers(
         inputs.unread,
         source,
         reader,
         choose_buckets,
         lambda count, failed: on_progress(num_before + count, num_files, num_failed + failed),
     )
-    inputs.failed += unusable
-    for sample in samples:
+    inputs.failed += headers.failures
+    for sample in headers.samples:
         inputs.add_sample(sample)
     cut = cut_into_tasks(inputs.to_encode, frozenset(failed_before), task_size)
     tasks, stored = continue_tasks(cut, checkpoints, source, task_size)
     done = inputs.done | stored
+    left_out = {failure.name for failure in inputs.left_out}
     summary = SizeSummary(sizes)
     for task in tasks:
         for sample in task.samples[task.num_finished :]:
@@ -142,12 +147,14 @@ def make_plan(
         tasks=tuple(tasks),
         done=done,
         skipped=tuple(inputs.failed),
+        unsuitable=headers.unsuitable,
         vanished=tuple(name for name in elsewhere if name not in kept),
-        kept=kept,
+        dropped=tuple(name for name, row in known.items() if row.source_name in left_out),
+        kept=kept | inputs.kept,
         left_out=tuple(sorted(inputs.left_out, key=lambda failure: failure.name)),
         size_changes=summary.means(),
         warnings=summary.warnings(),
-        notes=notes,
+        notes=headers.notes,
         captions=finder.counts,
         caption_problems=finder.problems,
     )
@@ -163,6 +170,8 @@ class _Inputs:
     sizes: SizeRules
     failed: list[Failure]
     left_out: list[Failure] = field(default_factory=list)
+    kept: dict[str, Row] = field(default_factory=dict)
+    """Rows of files that have lost their captions. They stay in the cache."""
     done: dict[str, Row] = field(default_factory=dict)
     to_encode: list[PlannedSample] = field(default_factory=list)
     unread: list[tuple[SourceFile, Caption]] = field(default_factory=list)
@@ -184,6 +193,8 @@ class _Inputs:
         caption = finder.find(file.name)
         if caption is None:
             (self.failed if finder.required else self.left_out).append(Failure(file.name, NO_CAPTION))
+            if finder.required:  # nothing is wrong with what the cache has of it
+                self.kept |= {name: self.known[name] for name in self._known_of_file.get(file.name, ())}
             return
         rows = {name: self.known[name] for name in self._known_of_file.get(file.name, ())}
         if not rows or not all(is_same_media(row, len(rows), file, self.source) for row in rows.values()):

@@ -193,6 +193,9 @@ class TaskRunner:
             running.saved_at_s = now_s - batch_duration_s
         if now_s + batch_duration_s - running.saved_at_s >= self._checkpoint_interval_s:
             running.begin_checkpoint(now_s)
+            overdue = 2 * batch_duration_s >= self._checkpoint_interval_s
+            if overdue and (saved := running.finished_checkpoint(wait=True)) is not None:
+                self._workspace.commit(saved)  # the next chance comes after another long batch
 
     # ---- results ----------------------------------------------------------------------------
 

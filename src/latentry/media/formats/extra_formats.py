@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from latentry.errors import MediaError
+from latentry.errors import MediaError, UnsuitableMediaError
 from latentry.extras import missing_packages
 from latentry.media.formats.header import exif_orientation
 from latentry.media.pillow import check_num_pixels
@@ -30,10 +30,10 @@ class ExtraImage(NamedTuple):
 
 
 def require_package(image_type: str) -> None:
-    """Raise a ``MediaError`` if a file of this type cannot be read because a package is missing."""
+    """Raise an ``UnsuitableMediaError`` if a file of this type cannot be read because a package is missing."""
     package = _PACKAGES.get(image_type)
     if package is not None and missing_packages("formats", [package]):
-        raise MediaError(
+        raise UnsuitableMediaError(
             f"is {image_type}, which needs the package {package}; install it with: pip install 'latentry[formats]'"
         )
 
