@@ -56,7 +56,14 @@ def test_help_names_every_default(capsys, command):
         (["image", *ON_EXAMPLES, "--resolution_preset", "512p", "--max_pixels", "9"], "not allowed with"),
         (["image", *ON_EXAMPLES, "--resolution_preset", "500p"], "invalid choice: '500p'"),
         (["image", "--image_dir", "missing", "--output_dir", "y"], "missing does not exist"),
-        (["image", *ON_EXAMPLES, "--processor", "sdxl"], "unknown processor 'sdxl'"),
+        (
+            ["image", *ON_EXAMPLES, "--processor", "sdxl"],
+            "unknown processor 'sdxl'; choose one of tiny, flux",
+        ),
+        (
+            [*VIDEO, "--processor", "sdxl"],
+            "unknown processor 'sdxl'; choose one of tiny, wan, wan2.2, hunyuan",
+        ),
         (
             ["image", *ON_EXAMPLES, "--processor", "flux", "--model_name", "missing"],
             "model 'missing' is not a folder",
@@ -84,7 +91,10 @@ def test_help_names_every_default(capsys, command):
             [*VIDEO, "--mode", "frames", "--short_clips", "pad"],
             "--short_clips has no effect with --mode frames",
         ),
-        ([*VIDEO, "--mode", "frames", "--target_frames", "5"], "--target_frames"),
+        (
+            [*VIDEO, "--mode", "frames", "--target_frames", "5"],
+            "--target_frames has no effect with --mode frames; leave it out, or set --num_frames instead",
+        ),
         ([*VIDEO, "--stochastic", "--deterministic"], "not allowed with"),
         (
             ["image", *ON_EXAMPLES, "--output_format", "packed", "--shard_size", "5"],
@@ -95,9 +105,25 @@ def test_help_names_every_default(capsys, command):
         ([*VIDEO, "--height", "64", "--width", "64", "--max_pixels", "9"], "fix the size"),
         (VIDEO, "holds no videos; it and its subfolders have 9 .jpg files"),
         (["image", *ON_EXAMPLES, EXAMPLES], "are the same folder"),
-        (["image", *ON_EXAMPLES, EXAMPLES / "home"], "contain each other"),
+        (
+            ["image", *ON_EXAMPLES, EXAMPLES / "home"],
+            f"{EXAMPLES} contains {EXAMPLES / 'home'}; give only one of them",
+        ),
         (["image", *ON_EXAMPLES, "missing"], "missing does not exist"),
-        (["image", *ON_EXAMPLES, "--repeats", "1", "2"], "repeats has 2 numbers for 1 folder"),
+        (["image", *ON_EXAMPLES, "--repeats", "1", "2"], ": --repeats has 2 numbers for 1 folder;"),
+        (
+            [
+                "image",
+                "--image_dir",
+                EXAMPLES / "home",
+                EXAMPLES / "space",
+                "--output_dir",
+                "y",
+                "--repeats",
+                "1",
+            ],
+            ": --repeats has 1 number for 2 folders; give one for each folder",
+        ),
         (["image", *ON_EXAMPLES, "--repeats", "0"], "repeats is 0; it must be at least 1"),
         (["image", *ON_EXAMPLES, "--min_pixels", "0"], "min_pixels is 0"),
         (["image", *ON_EXAMPLES, "--min_side", "-1"], "min_side is -1"),
@@ -111,7 +137,30 @@ def test_help_names_every_default(capsys, command):
         (["image", *ON_EXAMPLES, "--aspect_ratios", "1:0"], "'1:0' is not an aspect ratio"),
         (["image", *ON_EXAMPLES, "--aspect_ratios", "99:1"], "the aspect ratio 99:1 does not fit"),
         ([*VIDEO, "--height", "64", "--width", "64", "--bucket_step", "64"], "bucket_step has no effect"),
-        ([*VIDEO, "--processor", "flux"], "encodes images, not videos"),
+        (
+            [*VIDEO, "--processor", "flux"],
+            "encodes images, not videos; choose one of tiny, wan, wan2.2, hunyuan",
+        ),
+        (
+            ["image", *ON_EXAMPLES, "--processor", "wan"],
+            "encodes videos, not images; choose one of tiny, flux",
+        ),
+        (
+            ["image", *ON_EXAMPLES, "--caption_format", "txt", "--caption_field", "usr"],
+            "--caption_field has no effect with --caption_format txt, whose files have no keys; leave out one of them",
+        ),
+        *(
+            (
+                ["image", *ON_EXAMPLES, "--caption_format", name, "--caption_lines"],
+                f"--caption_lines has no effect with --caption_format {name}, which reads no text files",
+            )
+            for name in ("sidecar", "jsonl", "csv", "meta_json")
+        ),
+        (
+            ["image", *ON_EXAMPLES, "--nonsense"],
+            "unrecognized arguments: --nonsense (see latentry image --help)",
+        ),
+        (["--nonsense", "verify", "y"], "unrecognized arguments: --nonsense (see latentry verify --help)"),
         (["verify", "missing"], "no folder"),
     ],
 )
@@ -123,8 +172,29 @@ def test_mistake_is_one_line_and_exit_status_1(capsys, tmp_path, monkeypatch, ar
     last = err.strip().splitlines()[-1]
     assert last.startswith("latentry")
     assert message in last
+    if message.startswith("unknown processor"):
+        assert last.endswith(message), "nothing follows the list"
     assert "Traceback" not in err
     assert list(tmp_path.iterdir()) == [], "a mistake creates no files"
+
+
+@pytest.mark.parametrize(
+    "flag", [["--windows", "chunks"], ["--window_step_s", "2"], ["--short_clips", "pad"]]
+)
+def test_a_flag_is_not_exchanged_for_one_of_another_purpose(capsys, flag):
+    status, _, err = run_main(capsys, *VIDEO, "--mode", "frames", *flag)
+    assert status == 1
+    assert err.strip().endswith(f"{flag[0]} has no effect with --mode frames; leave it out")
+
+
+def test_caption_flags_that_have_an_effect_are_accepted():
+    for more in (
+        ["--caption_lines"],
+        ["--caption_lines", "--caption_format", "txt"],
+        ["--caption_field", "usr"],
+        ["--caption_field", "usr", "--caption_format", "csv"],
+    ):
+        assert parse_arguments(["image", "--image_dir", "a", "--output_dir", "b", *more]).command == "image"
 
 
 def test_choices_in_the_help_are_those_of_the_library():
@@ -173,6 +243,8 @@ def test_help_lists_the_processors(capsys, media):
         ("max_files is 0; it must be at least 1", "--max_images is 0; it must be at least 1"),
         ("seed is -1", "--seed is -1"),
         ("the seed is -1", "the seed is -1"),
+        ("seed has 2 numbers", "--seed has 2 numbers"),
+        ("seed hashes", "seed hashes"),
         ("choose another output_dir, or replace it", "choose another --output-dir, or replace it"),
         ("/data/output_dir/x is missing", "/data/output_dir/x is missing"),
         ("--output_dir is needed", "--output_dir is needed"),

@@ -263,6 +263,24 @@ def test_repeats_under_resume_and_ranks(folders, tmp_path, recipe):
     assert len(TextToImageDataset(cache)) == sum(expected.values())
 
 
+def test_another_order_of_the_folders_is_explained(folders, tmp_path, capsys):
+    first, second = folders
+    cache = tmp_path / "cache"
+    prepare(SMALL, image_dir=folders, output_dir=cache)
+    before = files_of(cache)
+    command = ["image", "--image_dir", second, first, "--output_dir", cache, "--max_pixels", 128 * 128]
+    # The names in both folders would be found in either order.
+    shutil.rmtree(second / "home")
+    status, _, err = run_main(capsys, *command, "--quiet")
+    assert status == 1
+    assert err.strip() == (
+        f"latentry: no input has the name of a sample in {cache}, and names are relative to the first folder, here "
+        f"{second}; give the folders in the same order as before, choose another --output_dir, or replace that cache "
+        "with --overwrite"
+    )
+    assert files_of(cache) == before
+
+
 def test_repeats_must_fit_the_folders(folders, tmp_path):
     for repeats, message in (
         ([1, 2, 3], "3 numbers for 2 folders"),

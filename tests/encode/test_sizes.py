@@ -172,6 +172,8 @@ def test_command_reports_left_out_inputs(pictures, tmp_path, capsys):
     assert status == 0
     plan = json.loads(out)
     assert [entry["name"] for entry in plan["left_out"]] == ["small.png", "thin.png", "wide.png"]
+    reasons = {entry["reason"].rpartition(" ")[2] for entry in plan["left_out"]}
+    assert reasons == {"(--max_upscale)", "(--max_crop)"}, "flags, as in errors"
     assert plan["encoded"] == 2
     assert plan["size_changes"] == {"256x256": {"upscale": 1.0, "crop": 0.0, "stretch": 1.0}}
 

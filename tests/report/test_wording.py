@@ -12,7 +12,7 @@ from latentry.report.summary import PrepareResult
 from latentry.types import Failure
 
 
-def result(num_reasons: int = 0, num_caption_problems: int = 0, **more: object) -> PrepareResult:
+def result(num_reasons: int = 0, **more: object) -> PrepareResult:
     return PrepareResult(
         output_dir=Path("cache"),
         dry_run=True,
@@ -21,12 +21,10 @@ def result(num_reasons: int = 0, num_caption_problems: int = 0, **more: object) 
         num_removed=0,
         failures=tuple(Failure(f"{i}.jpg", f"is odd in way {i}") for i in range(num_reasons)),
         buckets={},
-        captions={},
-        caption_problems={f"{i}.json": "is not JSON" for i in range(num_caption_problems)},
         devices=("cpu",),
         duration_s=1.0,
         size_bytes=0,
-        **more,
+        **{"captions": {}, "caption_problems": {}, **more},
     )
 
 
@@ -44,10 +42,24 @@ def test_failures_that_are_not_shown(count, says):
     ],
 )
 def test_caption_problems(count, says, hidden):
-    text = str(result(num_caption_problems=count))
+    text = str(result(caption_problems={f"{i}.json": f"is odd in way {i}" for i in range(count)}))
     assert says in text
     assert ("more" in text) == (hidden is not None)
     assert hidden is None or hidden in text
+
+
+def test_equal_caption_problems_are_one_line():
+    problems = {f"{i}.json": "has no text under 'usr'" for i in range(40)} | {"a.txt": "is not UTF-8 text"}
+    assert str(result(caption_problems=problems)).splitlines()[-3:] == [
+        "41 caption problems:",
+        "  0.json has no text under 'usr' (and 39 more like it)",
+        "  a.txt is not UTF-8 text",
+    ]
+
+
+def test_where_captions_are_from():
+    text = str(result(captions={"txt": 2, "file name": 4, "empty": 3}))
+    assert "captions: 2 from txt, 4 from file name, 3 left empty" in text
 
 
 def test_one_sample_and_one_problem():

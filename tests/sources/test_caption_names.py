@@ -16,7 +16,7 @@ DECOMPOSED = unicodedata.normalize("NFD", "café")
 def captions_of(folder, *names, **options):
     finder = CaptionFinder(folder.root, **options)
     found = [finder.find(name) for name in names]
-    finder.note_unmatched_entries()
+    finder.note_problems_of_lists()
     return found, finder
 
 
@@ -105,6 +105,42 @@ def test_entries_that_match_no_file_are_reported_once_per_list(folder, list_name
     _, finder = captions_of(folder, "cat.jpg")
     assert finder.problems == {
         str(folder.root / list_name): "has 3 entries for which there is no file, such as 'dog.jpg'"
+    }
+
+
+KEYLESS = [{"file_name": f"{number}.jpg", "caption": "x"} for number in range(1, 41)]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "position"),
+    [
+        ("meta.json", KEYLESS, "entry 1"),
+        ("list.jsonl", KEYLESS, "line 1"),
+        ("metadata.csv", "file_name,caption\n" + "".join(f"{n}.jpg,x\n" for n in range(1, 41)), "line 2"),
+    ],
+)
+def test_a_wrong_key_is_one_problem_of_a_list(folder, name, content, position):
+    for number in range(1, 40):
+        (folder.root / f"{number}.jpg").touch()
+    folder(name, content)
+    _, finder = captions_of(folder, "1.jpg", field="usr")
+    assert finder.problems == {
+        f"{folder.root / name}, {position} and 38 more": "have no text under 'usr', only under 'caption'",
+        str(folder.root / name): "has 1 entry for which there is no file, such as '40.jpg'",
+    }, "of the entry without a file, nothing else is said"
+
+
+def test_each_reason_is_one_problem_of_a_list(folder):
+    for name in ("a.jpg", "b.jpg", "c.jpg"):
+        (folder.root / name).touch()
+    lines = ["not JSON", '{"file_name": "a.jpg"}', "nor this", '{"file_name": "b.jpg"}', "{}", "[1]"]
+    folder("list.jsonl", lines)
+    _, finder = captions_of(folder, "c.jpg")
+    listed = folder.root / "list.jsonl"
+    assert finder.problems == {
+        f"{listed}, line 1 and 1 more": "are not valid JSON: Expecting value",
+        f"{listed}, line 2 and 1 more": "have no text under 'internvl', 'caption' or 'text'",
+        f"{listed}, line 5 and 1 more": "have neither file_name nor filename",
     }
 
 

@@ -45,14 +45,23 @@ def test_hugging_face_layouts(folder):
     ("content", "problem"),
     [
         ("name,text\ncat.jpg,a cat\n", "has no column file_name or filename in its first line"),
+        *(
+            (
+                f"file_name{mark}text\ncat.jpg{mark}a cat\n",
+                "has no column file_name or filename in its first line; separate the columns with commas",
+            )
+            for mark in ";\t"
+        ),
         ("", "has no column file_name or filename in its first line"),
         ("file_name,text\ncat.jpg\n", "has no text under 'internvl', 'caption' or 'text'"),
         ("file_name,text\n,a cat\n", "has neither file_name nor filename"),
     ],
 )
 def test_unusable_tables(folder, content, problem):
+    (folder.root / "cat.jpg").touch()
     folder("metadata.csv", content)
     caption, finder = find(folder)
+    finder.note_problems_of_lists()
     assert caption.source == "file name"
     assert next(iter(finder.problems.values())) == problem
 

@@ -88,14 +88,18 @@ def test_meta_json(folder, wrap, key):
         (
             "list.jsonl",
             ["{broken", {"file_name": "b.jpg", "internvl": "b"}],
-            "has neither file_name nor filename",
+            "is not valid JSON: Expecting property name",
         ),
+        ("list.jsonl", [{"internvl": "b"}], "has neither file_name nor filename"),
         ("list.jsonl", [{"file_name": "a.jpg"}], "has no text under 'internvl'"),
     ],
 )
 def test_unusable_captions_are_problems_and_the_next_source_is_tried(folder, name, content, problem):
+    for media in ("a.jpg", "b.jpg"):
+        (folder.root / media).touch()
     folder(name, content)
     caption, finder = find(folder, "a.jpg")
+    finder.note_problems_of_lists()
     assert caption == Caption("a", "file name")
     (where, noted), *rest = finder.problems.items()
     assert not rest
@@ -113,11 +117,13 @@ def test_unicode_line_separators_are_kept(folder):
     assert not finder.problems
 
 
-def test_text_that_is_not_utf8(folder):
-    (folder.root / "a.txt").write_bytes(b"caf\xe9")
+@pytest.mark.parametrize("encoding", ["latin-1", "utf-16"])
+@pytest.mark.parametrize("name", ["a.txt", "a.json", "list.jsonl", "metadata.csv"])
+def test_text_that_is_not_utf8(folder, name, encoding):
+    (folder.root / name).write_bytes("café".encode(encoding))
     caption, finder = find(folder, "a.jpg")
     assert caption.source == "file name"
-    assert "cannot be read" in next(iter(finder.problems.values()))
+    assert finder.problems == {str(folder.root / name): "is not UTF-8 text; save it as UTF-8"}
 
 
 def test_unknown_format(tmp_path):

@@ -27,7 +27,10 @@ def parse_arguments(arguments: Sequence[str] | None, prog: str = "latentry") -> 
     'verify'
     """
     parser = build_parser(prog)
-    options = parser.parse_args(arguments)
+    options, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        nearest = subparsers(parser).get(options.command, parser)
+        nearest.error(f"unrecognized arguments: {' '.join(unknown)}")
     if options.list_processors:
         options.command = "processors"
     elif options.command is None:

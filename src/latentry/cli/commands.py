@@ -10,6 +10,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +32,11 @@ def run_command(arguments: Sequence[str] | None, prog: str = "latentry", *, whol
     """Parse the arguments and run the command they name."""
     options = parse_arguments(arguments, prog)
     options.whole_clips = whole_clips
+    options.typed = sys.argv[1:] if arguments is None else arguments
     try:
         return _COMMANDS[options.command](options)
     except (ConfigError, RunError) as error:
-        typed = sys.argv[1:] if arguments is None else arguments
-        raise type(error)(in_flags(str(error), vars(options).keys(), typed)) from None
+        raise type(error)(in_flags(str(error), vars(options).keys(), options.typed)) from None
 
 
 def _image(options: argparse.Namespace) -> int:
@@ -54,7 +55,9 @@ def _prepare(options: argparse.Namespace, media_fields: Mapping[str, Any], media
     from latentry.encode.prepare import prepare
     from latentry.encode.recipe import Recipe
     from latentry.hardware import find_devices
+    from latentry.processors import processor_class
 
+    processor_class(options.processor, media)
     recipe = Recipe(
         **encoding_fields(options), **size_fields(options), **caption_fields(options), **media_fields
     )
@@ -65,7 +68,7 @@ def _prepare(options: argparse.Namespace, media_fields: Mapping[str, Any], media
                 f"encoding with tiny, the embedded model for trying things out; to train, choose --processor {others}",
                 file=sys.stderr,
             )
-        if find_devices(options.devices) == ["cpu"]:
+        if not options.dry_run and find_devices(options.devices) == ["cpu"]:
             print("no GPU in use: encoding on the CPU", file=sys.stderr)
     with progress_display(quiet=options.quiet or options.dry_run) as show:
         result = prepare(
@@ -74,6 +77,13 @@ def _prepare(options: argparse.Namespace, media_fields: Mapping[str, Any], media
             **run_arguments(options),
             on_progress=lambda now: show(now.phase, now.done, now.total, now.failures, now.by_device),
         )
+    result = replace(
+        result,
+        left_out=tuple(
+            replace(failure, reason=in_flags(failure.reason, vars(options).keys(), options.typed))
+            for failure in result.left_out
+        ),
+    )
     if options.json:
         print(json.dumps(result.to_dict(), indent=2))
     elif not options.quiet:

@@ -26,7 +26,7 @@ def in_flags(message: str, flags: Collection[str], typed: Sequence[str]) -> str:
     names = {flag: flag for flag in flags}
     names |= {name: flag for flag, name in _OTHER_NAMES.items() if flag in flags}
     for name, flag in sorted(names.items(), key=lambda item: -len(item[0])):
-        words = rf"(?<![\w/.'\"-]){name}(?![\w/'\"-]|\.\w)" if "_" in name else rf"^{name}(?= is )"
+        words = rf"(?<![\w/.'\"-]){name}(?![\w/'\"-]|\.\w)" if "_" in name else rf"^{name}(?= (?:is|has) )"
         message = re.sub(words, _as_typed(flag, typed), message)
     return message
 
@@ -52,5 +52,18 @@ def unused_flag(given: Collection[str], values: Mapping[str, object]) -> str | N
 _UNUSED: tuple[tuple[str, Mapping[str, object], str], ...] = (
     ("shard_size", {"output_format": "packed"}, "with --output_format packed, which has no metadata shards"),
     ("devices", {"command": "verify", "decode": False}, "without --decode"),
+    (
+        "caption_field",
+        {"caption_format": "txt"},
+        "with --caption_format txt, whose files have no keys; leave out one of them",
+    ),
+    *(
+        (
+            "caption_lines",
+            {"caption_format": name},
+            f"with --caption_format {name}, which reads no text files; leave out one of them",
+        )
+        for name in ("sidecar", "jsonl", "csv", "meta_json")
+    ),
 )
 """Flag, the values with which it has no effect, and how to say so."""

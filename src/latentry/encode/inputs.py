@@ -15,6 +15,7 @@ from latentry.encode.planning.tasks import task_size_of
 from latentry.encode.progress import OnProgress, Progress
 from latentry.encode.recipe import Recipe, ResolvedRecipe
 from latentry.errors import ConfigError, RunError
+from latentry.processors import processors_for
 from latentry.sources.caption_folders import CaptionFolders
 from latentry.sources.captions import NO_CAPTION
 from latentry.sources.folder import SourceFolders, list_folders
@@ -31,7 +32,8 @@ def source_folders(
     media = recipe.media
     if media not in info.media:
         raise ConfigError(
-            f"the processor {recipe.processor!r} encodes {' and '.join(info.media)}s, not {media}s"
+            f"the processor {recipe.processor!r} encodes {' and '.join(info.media)}s, not {media}s; choose one of "
+            f"{', '.join(processors_for(media))}"
         )
     folders = image_dir if media == "image" else video_dir
     if folders is None or (image_dir is not None and video_dir is not None):
@@ -87,11 +89,7 @@ class Inputs:
             on_progress=lambda *counts: self._on_progress(Progress("plan", *counts)),
         )
         if plan.vanished and not (plan.done or plan.captions_only):
-            raise RunError(
-                f"none of the {len(plan.vanished)} samples in {self._output} comes from {self._source}; choose "
-                "another output_dir, give the folders in the same order as before, or replace that cache with "
-                "--overwrite"
-            )
+            raise RunError(self._nothing_in_common(len(plan.vanished)))
         if plan.left_out and not (plan.tasks or plan.done):
             name, reason = plan.left_out[0].name, plan.left_out[0].reason
             raise RunError(f"every input is left out, such as {name}, which {reason}; loosen that rule")
@@ -101,3 +99,16 @@ class Inputs:
                 f"{damaged[0].name} {damaged[0].reason}; mend or move the file, or leave out --damaged error"
             )
         return plan
+
+    def _nothing_in_common(self, num_samples: int) -> str:
+        """What to say if the cache holds samples, and none of them is an input of this run."""
+        if len(self._source.roots) == 1:
+            return (
+                f"none of the {num_samples} samples in {self._output} comes from {self._source}; choose another "
+                "output_dir, give the folders in the same order as before, or replace that cache with --overwrite"
+            )
+        return (
+            f"no input has the name of a sample in {self._output}, and names are relative to the first folder, here "
+            f"{self._source.roots[0]}; give the folders in the same order as before, choose another output_dir, or "
+            "replace that cache with --overwrite"
+        )

@@ -21,6 +21,7 @@ __all__ = [
     "StackedFields",
     "canonical_name",
     "processor_class",
+    "processors_for",
 ]
 
 PROCESSORS: dict[str, str] = {
@@ -48,15 +49,27 @@ def canonical_name(name: str) -> str:
     return ALIASES.get(name, name)
 
 
-def processor_class(name: str) -> type[Processor]:
+def processors_for(media: str) -> list[str]:
+    """The names of the processors that encode a kind of media: ``processors_for("image")`` is ``["tiny", "flux"]``.
+
+    Args:
+        media: ``image`` or ``video``.
+    """
+    return [name for name in PROCESSORS if media in processor_class(name).info.media]
+
+
+def processor_class(name: str, media: str | None = None) -> type[Processor]:
     """Import a processor by its name: ``processor_class("flux")(model_name, device, dtype)``.
 
     Args:
         name: A key of ``PROCESSORS``, or an alias of one.
+        media: ``image`` or ``video``, if the error about an unknown name should list only the processors that
+            encode it.
     """
     found_name = canonical_name(name)
     if found_name not in PROCESSORS:
-        raise ConfigError(f"unknown processor {name!r}; choose one of {', '.join(PROCESSORS)}")
+        names = PROCESSORS if media is None else processors_for(media)
+        raise ConfigError(f"unknown processor {name!r}; choose one of {', '.join(names)}")
     module, _, attribute = PROCESSORS[found_name].partition(":")
     found: type[Processor] = getattr(importlib.import_module(module), attribute)
     return found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
@@ -29,14 +29,13 @@ def render(result: PrepareResult) -> RenderableType:
         counts = ", ".join(f"{count} {ending}" for ending, count in result.ignored.items())
         parts.append(Text(f"not taken, by ending: {counts}"))
     if result.captions:
-        counts = ", ".join(f"{count} from {source}" for source, count in result.captions.items())
+        counts = ", ".join(
+            f"{count} left empty" if source == "empty" else f"{count} from {source}"
+            for source, count in result.captions.items()
+        )
         parts.append(Text(f"captions: {counts}"))
     if result.caption_problems:
-        shown = list(result.caption_problems.items())[:_NUM_FAILURES_SHOWN]
-        parts.append(Text(f"{counted(len(result.caption_problems), 'caption problem')}:"))
-        parts += [Text(f"  {file} {problem}") for file, problem in shown]
-        if (hidden := len(result.caption_problems) - len(shown)) > 0:
-            parts.append(Text(f"  and {hidden} more"))
+        parts += _caption_problems(result.caption_problems)
     if result.psnr_db:
         worst = sorted(result.psnr_db.items(), key=lambda item: item[1][1])[:_NUM_WORST_SHOWN]
         shown_db = ", ".join(f"{name} {value:.1f} dB" for name, (_, value) in worst)
@@ -47,6 +46,21 @@ def render(result: PrepareResult) -> RenderableType:
         title = "failures" if result.dry_run else "failures (failures.jsonl lists all of them)"
         parts.append(_reason_table(result.failures, title))
     return Group(*parts)
+
+
+def _caption_problems(problems: Mapping[str, str]) -> list[Text]:
+    """One line for each kind of problem, with the first file that has it."""
+    files: dict[str, list[str]] = {}
+    for file, problem in problems.items():
+        files.setdefault(problem, []).append(file)
+    lines = [f"{counted(len(problems), 'caption problem')}:"]
+    for problem, found in list(files.items())[:_NUM_FAILURES_SHOWN]:
+        like_it = f" (and {len(found) - 1} more like it)" if len(found) > 1 else ""
+        lines.append(f"  {found[0]} {problem}{like_it}")
+    hidden = sum(len(found) for found in list(files.values())[_NUM_FAILURES_SHOWN:])
+    if hidden:
+        lines.append(f"  and {hidden} more")
+    return [Text(line) for line in lines]
 
 
 def to_text(result: PrepareResult) -> str:

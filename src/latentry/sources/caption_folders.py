@@ -39,10 +39,10 @@ class CaptionFolders:
         """Whether a file without a caption is a failure."""
         return self._finders[0].required
 
-    def note_unmatched_entries(self) -> None:
-        """Record as problems the entries of lists for which there is no file. Call it after all lookups."""
+    def note_problems_of_lists(self) -> None:
+        """Record the entries of lists that cannot be used. Call it after all lookups."""
         for finder in self._finders:
-            finder.note_unmatched_entries()
+            finder.note_problems_of_lists()
 
     @property
     def counts(self) -> Counter[str]:

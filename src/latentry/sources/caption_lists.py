@@ -19,11 +19,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 _NAME_FIELDS = ("file_name", "filename")
+_PLURALS = {"has": "have", "is": "are"}
 
 Note = Callable[[Path | str, str], None]
 """Records a problem: where it is, and what it is."""
 Entries = Iterator[tuple[str, Any]]
 """Entries of a list, each with its position for messages."""
+
+
+class InvalidEntry(ValueError):
+    """Stands for an entry that cannot be parsed, and says why."""
 
 
 class Texts(NamedTuple):
@@ -103,22 +108,30 @@ class CaptionList:
         self.file = file
         self._captions: dict[str, Texts] = {}
         self._unused: dict[str, str] = {}
+        self._problems: dict[str, list[tuple[str, str | None]]] = {}
+        """Reason to the entries that it concerns: position and comparable name."""
         self.nameless: Texts | None = None
         """The captions of an entry without a name."""
         try:
             for position, entry in entries_of(content):
-                self._add(f"{file}, {position}", entry, keys, note, nameless)
+                self._add(position, entry, keys, nameless)
         except ValueError as error:
             note(file, str(error))
 
-    def _add(self, where: str, entry: Any, keys: CaptionKeys, note: Note, nameless: bool) -> None:
+    def _add(self, position: str, entry: Any, keys: CaptionKeys, nameless: bool) -> None:
         name = _name_of(entry)
-        if name is None and not (nameless and isinstance(entry, dict)):
-            note(where, f"has neither {' nor '.join(_NAME_FIELDS)}")
-            return
-        texts = keys.texts_of(entry, where, note)
-        if name is not None:
-            comparable = name_in_folder(name, self.file.parent)
+        comparable = None if name is None else name_in_folder(name, self.file.parent)
+        problems: list[str] = []
+        texts = None
+        if isinstance(entry, InvalidEntry):
+            problems.append(str(entry))
+        elif name is None and not (nameless and isinstance(entry, dict)):
+            problems.append(f"has neither {' nor '.join(_NAME_FIELDS)}")
+        else:
+            texts = keys.texts_of(entry, position, lambda _, problem: problems.append(problem))
+        for problem in problems[:1]:
+            self._problems.setdefault(problem, []).append((position, comparable))
+        if comparable is not None and name is not None:
             self._unused[comparable] = name
             if texts is not None:
                 self._captions[comparable] = texts
@@ -131,9 +144,28 @@ class CaptionList:
         self._unused.pop(comparable, None)
         return self._captions.get(comparable)
 
-    def without_file(self, exists: Callable[[str], bool]) -> list[str]:
-        """The names, as they are written, of entries for which there is no file in the list's folder."""
-        return [written for name, written in self._unused.items() if not exists(name)]
+    def note_problems(self, exists: Callable[[str], bool], note: Note) -> None:
+        """Record what is wrong with the entries, once for each reason. Call it after all lookups.
+
+        Args:
+            exists: Whether the list's folder has a file of this name. Of an entry without a file, nothing else is said.
+            note: Records problems.
+        """
+        missing = {name: written for name, written in self._unused.items() if not exists(name)}
+        for problem, entries in self._problems.items():
+            positions = [position for position, name in entries if name not in missing]
+            if len(positions) == 1:
+                note(f"{self.file}, {positions[0]}", problem)
+            elif positions:
+                verb, _, rest = problem.partition(" ")
+                note(
+                    f"{self.file}, {positions[0]} and {len(positions) - 1} more",
+                    f"{_PLURALS[verb]} {rest}",
+                )
+        if missing:
+            entries_are = "1 entry" if len(missing) == 1 else f"{len(missing)} entries"
+            first = next(iter(missing.values()))
+            note(self.file, f"has {entries_are} for which there is no file, such as {first!r}")
 
 
 def comparable_name(name: str) -> str:
@@ -180,7 +212,8 @@ def json_lines(text: str) -> Entries:
             try:
                 yield f"line {number}", json.loads(line)
             except (ValueError, RecursionError) as error:
-                yield f"line {number} ({error})", None
+                why = error.msg if isinstance(error, json.JSONDecodeError) else error
+                yield f"line {number}", InvalidEntry(f"is not valid JSON: {why}")
 
 
 def json_object_or_lines(text: str) -> Entries:
@@ -190,7 +223,7 @@ def json_object_or_lines(text: str) -> Entries:
     except (ValueError, RecursionError):
         content = None
     if isinstance(content, dict) and _list_in(content) is None:
-        yield "entry 0", content
+        yield "entry 1", content
     else:
         yield from json_items(text) if content is not None else json_lines(text)
 
@@ -204,7 +237,7 @@ def json_items(text: str) -> Entries:
     entries = _list_in(content) if isinstance(content, dict) else content
     if not isinstance(entries, list):
         raise ValueError("has no list of entries (at the top level, or under 'items' or 'data')")
-    for number, entry in enumerate(entries):
+    for number, entry in enumerate(entries, start=1):
         yield f"entry {number}", entry
 
 
@@ -228,7 +261,9 @@ def csv_rows(text: str) -> Entries:
     try:
         columns = [column.strip() for column in reader.fieldnames or ()]
         if not set(_NAME_FIELDS) & set(columns):
-            raise ValueError(f"has no column {' or '.join(_NAME_FIELDS)} in its first line")
+            separated = any(mark in column for column in columns for mark in ";\t")
+            hint = "; separate the columns with commas" if separated else ""
+            raise ValueError(f"has no column {' or '.join(_NAME_FIELDS)} in its first line{hint}")
         reader.fieldnames = columns
         for row in reader:
             yield f"line {reader.line_num}", row

@@ -133,14 +133,10 @@ class CaptionFinder:
         first, *more = (f"{self._prefix}{text}{self._suffix}" for text in texts)
         return Caption(first, source, tuple(more))
 
-    def note_unmatched_entries(self) -> None:
-        """Record as problems the entries of lists for which there is no file. Call it after all lookups."""
+    def note_problems_of_lists(self) -> None:
+        """Record the entries of lists that cannot be used. Call it after all lookups."""
         for listed in self._lists.values():
-            folder = listed.file.parent
-            missing = listed.without_file(partial(self._exists, folder))
-            if missing:
-                entries = "1 entry" if len(missing) == 1 else f"{len(missing)} entries"
-                self._note(listed.file, f"has {entries} for which there is no file, such as {missing[0]!r}")
+            listed.note_problems(partial(self._exists, listed.file.parent), self._note)
 
     def _exists(self, folder: Path, name: str) -> bool:
         """Whether a folder of a list has a file of this name, which may be in a subfolder."""
@@ -250,7 +246,10 @@ class CaptionFinder:
         self.files_read.add(file)
         try:
             return file.read_text(encoding="utf-8-sig")
-        except (OSError, UnicodeDecodeError) as error:
+        except UnicodeDecodeError:
+            self._note(file, "is not UTF-8 text; save it as UTF-8")
+            return None
+        except OSError as error:
             self._note(file, f"cannot be read: {error}")
             return None
 

@@ -44,10 +44,11 @@ class SourceFolders:
                 what = "is a file, not a folder" if root.exists() else "does not exist"
                 raise ConfigError(f"{root} {what}; give the folder of the images or videos")
         for first, second in combinations(roots, 2):
-            if _overlap(first, second) or _overlap(first.resolve(), second.resolve()):
-                same = first.resolve() == second.resolve()
-                how = "are the same folder" if same else "contain each other; subfolders are searched anyway"
-                raise ConfigError(f"{first} and {second} {how}; give each folder once")
+            if first.resolve() == second.resolve():
+                raise ConfigError(f"{first} and {second} are the same folder; give it once")
+            for outer, inner in ((first, second), (second, first)):
+                if inner.is_relative_to(outer) or inner.resolve().is_relative_to(outer.resolve()):
+                    raise ConfigError(f"{outer} contains {inner}; give only one of them")
         return cls(roots)
 
     def path(self, name: str) -> Path:
@@ -177,10 +178,6 @@ def _absolute(folder: str | os.PathLike[str]) -> Path:
     """The absolute path. Names are joined to it as text, which ``..`` after a symbolic link would break."""
     path = Path(folder).expanduser().absolute()
     return path.resolve() if ".." in path.parts else path
-
-
-def _overlap(first: Path, second: Path) -> bool:
-    return first.is_relative_to(second) or second.is_relative_to(first)
 
 
 def _ending(name: str) -> str:

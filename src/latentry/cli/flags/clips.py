@@ -151,9 +151,8 @@ def _check_mode(options: argparse.Namespace) -> None:
         )
         useless = [f"--{name}" for name in names if getattr(options, name) not in (None, False)]
         if useless:
-            raise ConfigError(
-                f"{useless[0]} has no effect with --mode frames; leave it out, or set --num_frames"
-            )
+            instead = ", or set --num_frames instead" if useless[0] == "--target_frames" else ""
+            raise ConfigError(f"{useless[0]} has no effect with --mode frames; leave it out{instead}")
         return
     if options.num_frames is not None and not options.whole_clips:
         raise ConfigError("--num_frames has no effect without --mode frames; set --target_frames instead")

@@ -118,7 +118,7 @@ def make_plan(
     inputs = _Inputs(source, known, sizes, failed=list(unreadable))
     for file in files:
         inputs.add_file(file, finder)
-    finder.note_unmatched_entries()
+    finder.note_problems_of_lists()
     num_files, num_failed = len(files) + len(unreadable), len(inputs.failed)
     num_before = num_files - len(inputs.unread)
     on_progress(num_before, num_files, num_failed)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import msgspec
 
 from latentry.cache.format import Row
+from latentry.counted import counted
 from latentry.errors import ConfigError
 from latentry.sources.folder import SourceFolders
 
@@ -31,8 +32,10 @@ class Repeats:
         else:
             numbers = tuple(repeats)
         if len(numbers) != count:
-            folders = "1 folder" if count == 1 else f"{count} folders"
-            raise ConfigError(f"repeats has {len(numbers)} numbers for {folders}; give one for each folder")
+            raise ConfigError(
+                f"repeats has {counted(len(numbers), 'number')} for {counted(count, 'folder')}; "
+                "give one for each folder"
+            )
         for number in numbers:
             if number < 1:
                 raise ConfigError(
