@@ -229,7 +229,11 @@ def test_a_lost_caption_file_loses_no_sample(images, tmp_path, encodings):
     first = prepare(recipe, image_dir=images, output_dir=cache)
     lost = [path.rename(tmp_path / path.name) for path in images.glob("*.txt")]
     result = prepare(recipe, image_dir=images, output_dir=cache)
-    assert (len(result.failures), result.num_kept, result.num_removed) == (first.num_encoded, first.num_encoded, 0)
+    assert (len(result.failures), result.num_kept, result.num_removed) == (
+        first.num_encoded,
+        first.num_encoded,
+        0,
+    )
     assert len(rows_of(cache)) == first.num_encoded
     for path in lost:
         path.rename(images / path.name)

@@ -98,7 +98,7 @@ def prepare(
     if damaged not in DAMAGED:
         raise ConfigError(f"unknown damaged {damaged!r}; choose one of {', '.join(DAMAGED)}")
     started = time.monotonic()
-    processor = processor_class(recipe.processor)
+    processor = processor_class(recipe.processor, recipe.media)
     source = source_folders(recipe, processor.info, image_dir, video_dir)
     output = Path(output_dir).expanduser().absolute()
     device_names = find_devices(devices)
