@@ -31,18 +31,18 @@ _HOLE = bytes(64)
 
 def decode_strictly(content: bytes, colorspace: str) -> npt.NDArray[np.uint8] | None:
     """Pixels [H,W,C] of a JPEG that causes no warning; None if it does, or if libjpeg-turbo cannot decode it."""
-    try:
-        pixels: npt.NDArray[np.uint8] = simplejpeg.decode_jpeg(content, colorspace=colorspace)
-    except Exception:  # Pillow accepts some of these files; if it does not, it gives the reason
-        return None
-    return pixels
+    return _decode(content, colorspace, strict=True)
 
 
 def decode_leniently(content: bytes, colorspace: str) -> npt.NDArray[np.uint8] | None:
     """Pixels [H,W,C] of a JPEG, as far as they can be decoded; None if libjpeg-turbo cannot decode it."""
+    return _decode(content, colorspace, strict=False)
+
+
+def _decode(content: bytes, colorspace: str, *, strict: bool) -> npt.NDArray[np.uint8] | None:
     try:
-        pixels: npt.NDArray[np.uint8] = simplejpeg.decode_jpeg(content, colorspace=colorspace, strict=False)
-    except Exception:
+        pixels: npt.NDArray[np.uint8] = simplejpeg.decode_jpeg(content, colorspace=colorspace, strict=strict)
+    except Exception:  # Pillow accepts some of these files; if it does not, it gives the reason
         return None
     return pixels
 
