@@ -29,6 +29,8 @@ from latentry.serve.dataset import TextToImageDataset
 from latentry.testing import assert_same_cache, make_counter_clip
 
 NUM_PICTURES = 40
+EQUAL_SAMPLES = (0, 1, 2, 4, 5, 6, 7, 8)
+"""Pictures that are equal and have the same caption: each still has its own latents."""
 FORMATS = ["pt", "meta", "safetensors", "packed"]
 
 
@@ -40,7 +42,7 @@ def pictures(tmp_path) -> Path:
     folder.mkdir()
     for i in range(NUM_PICTURES):
         Image.effect_noise((300, 300), 50 + i).save(folder / f"{i:03d}.jpg")
-        (folder / f"{i:03d}.txt").write_text(f"caption {i % 7}")
+        (folder / f"{i:03d}.txt").write_text(f"caption {4 if i in EQUAL_SAMPLES else i % 7}")
     whole = (folder / "000.jpg").read_bytes()
     for i in range(12):
         (folder / f"{i:03d}.jpg").write_bytes(whole[:20_000] if i in (3, 11) else whole)
@@ -90,6 +92,17 @@ def test_interrupted_task_continues(pictures, tmp_path, small_shards, monkeypatc
     assert [f.name for f in resumed.failures] == [f.name for f in undisturbed.failures]
     assert resumed.buckets == undisturbed.buckets
     assert_same_cache(cache, tmp_path / "undisturbed")
+
+
+def test_equal_samples_keep_their_own_latents(pictures, tmp_path):
+    """A resumed run finds a temporary shard with the content of its own first one, and does not write it again."""
+    recipe = Recipe(max_pixels=128 * 128, output_format="packed")
+    run = partial(prepare, recipe, image_dir=pictures, batch_size=3, checkpoint_interval_s=0)
+    run(output_dir=tmp_path / "undisturbed")
+    for _ in range(2):
+        interrupted(run, 2, tmp_path / "cache")
+    run(output_dir=tmp_path / "cache")
+    assert_same_cache(tmp_path / "cache", tmp_path / "undisturbed")
 
 
 def test_resumed_task_forms_the_same_batches(pictures, tmp_path, monkeypatch):
