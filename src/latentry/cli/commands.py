@@ -63,9 +63,10 @@ def _prepare(options: argparse.Namespace, media_fields: Mapping[str, Any], media
     )
     if not options.quiet:
         if "processor" not in options.given:
-            others = " or ".join(PROCESSORS_OF[media][1:])
+            *others, last = PROCESSORS_OF[media][1:]
+            choice = f"{', '.join(others)} or {last}" if others else last
             print(
-                f"encoding with tiny, the embedded model for trying things out; to train, choose --processor {others}",
+                f"encoding with tiny, the embedded model for trying things out; to train, choose --processor {choice}",
                 file=sys.stderr,
             )
         if not options.dry_run and find_devices(options.devices) == ["cpu"]:
