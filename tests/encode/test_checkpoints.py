@@ -94,6 +94,23 @@ def test_interrupted_task_continues(pictures, tmp_path, small_shards, monkeypatc
     assert_same_cache(cache, tmp_path / "undisturbed")
 
 
+@pytest.mark.parametrize("output_format", ["pt", "packed"])
+def test_long_batches_are_saved_at_once(pictures, tmp_path, output_format):
+    """If a batch takes longer than the interval, its checkpoint does not wait for the end of the next one."""
+    recipe = Recipe(max_pixels=128 * 128, output_format=output_format)
+    cache, lags = tmp_path / "cache", []
+
+    def watch(progress):
+        if progress.phase == "encode":
+            saved = sum(checkpoint.num_samples for checkpoint in Workspace(cache).checkpoints())
+            lags.append(progress.done - saved)
+
+    prepare(
+        recipe, image_dir=pictures, output_dir=cache, batch_size=1, checkpoint_interval_s=0, on_progress=watch
+    )
+    assert max(lags[:-1]) <= 1, "all but the sample that is being reported"
+
+
 def test_equal_samples_keep_their_own_latents(pictures, tmp_path):
     """A resumed run finds a temporary shard with the content of its own first one, and does not write it again."""
     recipe = Recipe(max_pixels=128 * 128, output_format="packed")
