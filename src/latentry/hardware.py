@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from latentry.errors import ConfigError
@@ -51,6 +53,39 @@ def share_of_memory(device: torch.device | str) -> float:
     if torch.device(device).type != "cuda":
         return math.inf
     return torch.cuda.get_device_properties(device).total_memory / 3
+
+
+def available_memory(device: torch.device | str) -> float:
+    """How many bytes of a GPU's memory torch can still allocate in this process; infinity for a CPU.
+
+    It is what the driver reports as free, or what the limit of the allocator leaves
+    (``torch.cuda.set_per_process_memory_fraction``), whichever is less.
+    """
+    import torch
+
+    if torch.device(device).type != "cuda":
+        return math.inf
+    free, total = torch.cuda.mem_get_info(device)
+    reserved = torch.cuda.memory_reserved(device)
+    allowed = int(total * torch.cuda.get_per_process_memory_fraction(device))
+    return min(free, allowed - reserved) + reserved - torch.cuda.memory_allocated(device)
+
+
+@contextmanager
+def memory_limit(device: torch.device | str, num_bytes: float) -> Iterator[None]:
+    """Let torch allocate at most this many bytes on a GPU inside the context. For other devices nothing changes."""
+    import torch
+
+    if torch.device(device).type != "cuda":
+        yield
+        return
+    before = torch.cuda.get_per_process_memory_fraction(device)
+    _, total = torch.cuda.mem_get_info(device)
+    torch.cuda.set_per_process_memory_fraction(min(before, num_bytes / total), device)
+    try:
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(before, device)
 
 
 def find_devices(wanted: str) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Protocol
 
 import torch
@@ -23,13 +24,23 @@ class Processor(Protocol):
 
     info: ProcessorInfo
 
-    def __init__(self, model_name: str, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        model_name: str,
+        device: torch.device,
+        dtype: torch.dtype,
+        *,
+        text_dtype: str = "auto",
+        device_memory: float = math.inf,
+    ) -> None:
         """Load the model.
 
         Args:
             model_name: A folder in the diffusers layout, or a name on the Hugging Face hub.
             device: Where to encode.
             dtype: The precision in which the model runs.
+            text_dtype: The precision of the text encoders' weights: ``auto`` for that of the model, or ``fp8``.
+            device_memory: The bytes of the device's memory that the processor may use.
         """
 
     @classmethod

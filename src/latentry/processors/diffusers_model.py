@@ -128,8 +128,11 @@ class DiffusersProcessor(ABC):
     one_by_one: ClassVar[bool] = False
     """Whether the VAE's own modules take only one sample at a time."""
 
-    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self, device: torch.device, dtype: torch.dtype, text_dtype: str, device_memory: float
+    ) -> None:
         self._device, self._dtype = device, dtype
+        self._text_dtype, self._device_memory = text_dtype, device_memory
 
     def _folder(self, model_name: str, *packages: str) -> Path:
         """The model's folder, after a check that the packages to load it are installed."""

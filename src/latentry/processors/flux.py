@@ -7,6 +7,7 @@ use them.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -38,8 +39,16 @@ class FluxProcessor(DiffusersProcessor):
     components = ("vae", "text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2")
     bytes_per_pixel = 1100  # 1.1 GB for 1024x1024 on an H200
 
-    def __init__(self, model_name: str, device: torch.device, dtype: torch.dtype) -> None:
-        super().__init__(device, dtype)
+    def __init__(
+        self,
+        model_name: str,
+        device: torch.device,
+        dtype: torch.dtype,
+        *,
+        text_dtype: str = "auto",
+        device_memory: float = math.inf,
+    ) -> None:
+        super().__init__(device, dtype, text_dtype, device_memory)
         self._clip: Any
         self._t5: Any
         vae, self._clip, self._t5, self._clip_tokenizer, self._t5_tokenizer = self._load(model_name)

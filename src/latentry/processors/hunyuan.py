@@ -6,6 +6,7 @@ sees are the pipeline's. A text-to-video checkpoint has no SigLIP, and its cache
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -37,8 +38,16 @@ class HunyuanProcessor(DiffusersProcessor):
     bytes_per_pixel = 1900  # 92 GB for 121 frames of 848x480 on an H200
     one_by_one = True  # diffusers builds the attention mask for a single clip
 
-    def __init__(self, model_name: str, device: torch.device, dtype: torch.dtype) -> None:
-        super().__init__(device, dtype)
+    def __init__(
+        self,
+        model_name: str,
+        device: torch.device,
+        dtype: torch.dtype,
+        *,
+        text_dtype: str = "auto",
+        device_memory: float = math.inf,
+    ) -> None:
+        super().__init__(device, dtype, text_dtype, device_memory)
         models = self._load(model_name)
         vae, self._qwen, self._byt5, self._tokenizer, self._tokenizer_2 = models[:5]
         self._siglip, self._image_processor = models[5:]

@@ -5,6 +5,7 @@ It is for trying out and for tests, not for real training. Decoded images are re
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from importlib import resources
 
@@ -35,7 +36,15 @@ class TinyProcessor:
         version=2,
     )
 
-    def __init__(self, model_name: str, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        model_name: str,
+        device: torch.device,
+        dtype: torch.dtype,
+        *,
+        text_dtype: str = "auto",
+        device_memory: float = math.inf,
+    ) -> None:
         _require_embedded(model_name)
         self._device, self._dtype = device, dtype
         autoencoder = TinyAutoencoder()

@@ -6,6 +6,7 @@ latents are normalised with the VAE's own mean and standard deviation per channe
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -40,8 +41,16 @@ class WanProcessor(DiffusersProcessor):
     components = ("vae", "text_encoder", "tokenizer")
     bytes_per_pixel = 130  # 4 GB for 81 frames of 832x480 on an H200
 
-    def __init__(self, model_name: str, device: torch.device, dtype: torch.dtype) -> None:
-        super().__init__(device, dtype)
+    def __init__(
+        self,
+        model_name: str,
+        device: torch.device,
+        dtype: torch.dtype,
+        *,
+        text_dtype: str = "auto",
+        device_memory: float = math.inf,
+    ) -> None:
+        super().__init__(device, dtype, text_dtype, device_memory)
         self._umt5: Any
         vae, self._umt5, self._tokenizer = self._load(model_name)
         # Checkpoints hold the embedding once, as shared.weight. Some releases of transformers 5 leave the encoder's
