@@ -17,6 +17,7 @@ from latentry.hardware import (
     find_devices,
     has_device,
     is_gpu,
+    main_memory,
     num_cores,
     num_ranks,
     runs_fused_encoders,
@@ -56,6 +57,7 @@ def test_ranks_come_from_torchrun(value, expected, monkeypatch):
 def test_a_cpu_has_cores_and_no_memory_limit():
     assert num_cores() >= 1
     assert available_memory("cpu") == math.inf
+    assert main_memory() > 1 << 28
 
 
 # ---- names ----------------------------------------------------------------------------------

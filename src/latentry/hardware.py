@@ -51,27 +51,9 @@ def num_ranks() -> int:
         return 1
 
 
-def free_bytes(device: torch.device | str) -> float:
-    """How much memory torch can still allocate on a GPU; infinity for a CPU, whose memory is not checked."""
-    import torch
-
-    if torch.device(device).type != "cuda":
-        return math.inf
-    free, _ = torch.cuda.mem_get_info(device)
-    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-
-
-def share_of_memory(device: torch.device | str) -> float:
-    """A third of a GPU's total memory; infinity for a CPU.
-
-    The total is constant, unlike the memory that is free at the moment. Sizes that are derived from it are the same
-    in an interrupted run and in an uninterrupted one.
-    """
-    import torch
-
-    if torch.device(device).type != "cuda":
-        return math.inf
-    return torch.cuda.get_device_properties(device).total_memory / 3
+def main_memory() -> int:
+    """The bytes of main memory of this machine."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 # ---- devices --------------------------------------------------------------------------------
