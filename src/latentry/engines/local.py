@@ -15,8 +15,8 @@ import signal
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -29,7 +29,7 @@ from latentry.encode.recipe import ResolvedRecipe
 from latentry.encode.running.memory import load_within_memory
 from latentry.encode.running.pipeline import CHECKPOINT_INTERVAL_S, MAX_FAILURES, Outcome, TaskRunner
 from latentry.errors import LatentryError, RunError
-from latentry.hardware import num_cores
+from latentry.hardware import as_current_device, num_cores
 from latentry.processors import Processor, processor_class
 from latentry.sources.folder import SourceFolders
 from latentry.types import Task
@@ -86,8 +86,7 @@ def _run_on_device(
     cores = max(1, num_cores() // num_workers)
     if num_workers > 1:
         torch.set_num_threads(cores)
-    # CUDA kernels, events and graphs belong to the current device.
-    with torch.cuda.device(device) if device.startswith("cuda") else nullcontext():
+    with as_current_device(device), _missing_operations_named(device):
         processor = _load(job, device)
         runner = TaskRunner(
             processor,
@@ -114,6 +113,19 @@ def _load(job: Job, device: str) -> Processor:
         )
 
     return load_within_memory(load, job.device_memory, torch.device(device))
+
+
+@contextmanager
+def _missing_operations_named(device: str) -> Iterator[None]:
+    """Say in one line that torch has no kernel for an operation of the model on this device."""
+    try:
+        yield
+    except NotImplementedError as error:
+        if "aten::" not in str(error):
+            raise
+        reason = str(error).strip().partition("\n")[0].partition(". ")[0]
+        remedy = "set PYTORCH_ENABLE_MPS_FALLBACK=1, or use" if device == "mps" else "use"
+        raise RunError(f"torch cannot run the model on {device}: {reason}; {remedy} --devices cpu") from None
 
 
 # ---- several devices ------------------------------------------------------------------------
