@@ -183,6 +183,9 @@ class DiffusersProcessor(Processor, ABC):
             other_text=self._texts.other_bytes,
             caption=self._texts.caption_bytes,
         )
+        if self._device.type == "mps":
+            # Its memory is main memory: weights that wait there would take just as much of it.
+            budget = max(budget, sizes.budget_for_all)
         return plan_memory(sizes, budget)
 
     def _sometimes_on_device(self) -> dict[str, list[torch.Tensor]]:
@@ -255,7 +258,7 @@ class DiffusersProcessor(Processor, ABC):
                 "fewer frames"
             ) from None
         logger.warning(
-            "the device ran out of memory: encoding goes on with %s of it (%s)",
+            "the device ran out of memory: encoding continues with %s of it (%s)",
             gigabytes(self._device_memory),
             self.memory_plan,
         )
@@ -287,7 +290,7 @@ class DiffusersProcessor(Processor, ABC):
 
     @torch.inference_mode()
     def decode_latents(self, latents: torch.Tensor) -> torch.Tensor:
-        """Decode one sample after the other where memory is tight, in tiles if need be."""
+        """Decode one sample after the other where memory is tight, and in tiles if that is still too much."""
         needed = self.decoder_bytes_per_pixel * math.prod(latents.shape[2:])
         needed *= self.info.spatial_factor**2 * self._dtype.itemsize // 2
         needed *= self.info.temporal_factor if latents.ndim == 5 else 1
