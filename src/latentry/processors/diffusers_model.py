@@ -249,6 +249,7 @@ class DiffusersProcessor(Processor, ABC):
         self._device_memory = min(0.75 * too_much, available_memory(self._device) + held)
         if math.isinf(self._device_memory):
             return False  # a CPU
+        before = self.memory_plan
         try:
             self.memory_plan = self._plan(self._device_memory)
         except RunError:
@@ -257,6 +258,8 @@ class DiffusersProcessor(Processor, ABC):
                 f"about {gigabytes(1.25 * too_much)} would do: free memory on the device, or choose a smaller resolution or "
                 "fewer frames"
             ) from None
+        if self.memory_plan == before:
+            return False
         logger.warning(
             "the device ran out of memory: encoding continues with %s of it (%s)",
             gigabytes(self._device_memory),
