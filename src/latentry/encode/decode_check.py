@@ -13,7 +13,7 @@ from latentry.cache.latent_checks import psnr_db
 from latentry.encode.planning.held_samples import planned_sample
 from latentry.encode.recipe import ResolvedRecipe
 from latentry.errors import ConfigError, MediaError
-from latentry.hardware import find_devices
+from latentry.hardware import available_memory, find_devices
 from latentry.processors import processor_class
 from latentry.seeds import derived_seed
 from latentry.types import Caption, SourceFile
@@ -29,8 +29,12 @@ class DecodeCheck:
             )
         self._recipe = ResolvedRecipe.from_recorded(metadata.recipe)
         self._reader = self._recipe.media_reader()
+        found = torch.device(find_devices(device)[0])
         self._processor = processor_class(self._recipe.processor)(
-            metadata.model_name, torch.device(find_devices(device)[0]), getattr(torch, self._recipe.dtype)
+            metadata.model_name,
+            found,
+            getattr(torch, self._recipe.dtype),
+            device_memory=available_memory(found),
         )
 
     def psnr_db(self, row: Row, data: Mapping[str, Any]) -> float:

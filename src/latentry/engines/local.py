@@ -7,6 +7,7 @@ only the tasks that it had not committed yet. The calling process holds the lock
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -27,7 +28,7 @@ from latentry.cache.write.workspace import Workspace
 from latentry.encode.recipe import ResolvedRecipe
 from latentry.encode.running.pipeline import CHECKPOINT_INTERVAL_S, MAX_FAILURES, Outcome, TaskRunner
 from latentry.errors import LatentryError, RunError
-from latentry.hardware import num_cores
+from latentry.hardware import memory_limit, num_cores
 from latentry.processors import processor_class
 from latentry.sources.folder import SourceFolders
 from latentry.types import Task
@@ -51,6 +52,10 @@ class Job:
     """The number of the run, which orders its commits."""
     batch_size: int | None
     """Samples that are encoded together; None lets the device decide."""
+    device_memory: float = math.inf
+    """The bytes of a device's memory that each worker may use."""
+    limit_device_memory: bool = False
+    """Whether torch must not allocate more than that."""
     verify: bool
     """Whether to decode every latent and measure its PSNR."""
     damaged: str
@@ -83,9 +88,15 @@ def _run_on_device(
     if num_workers > 1:
         torch.set_num_threads(cores)
     # CUDA kernels, events and graphs belong to the current device.
-    with torch.cuda.device(device) if device.startswith("cuda") else nullcontext():
+    with (
+        torch.cuda.device(device) if device.startswith("cuda") else nullcontext(),
+        memory_limit(device, job.device_memory) if job.limit_device_memory else nullcontext(),
+    ):
         processor = processor_class(job.recipe.processor)(
-            job.model_name, torch.device(device), getattr(torch, job.recipe.dtype)
+            job.model_name,
+            torch.device(device),
+            getattr(torch, job.recipe.dtype),
+            device_memory=job.device_memory,
         )
         runner = TaskRunner(
             processor,
