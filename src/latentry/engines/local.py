@@ -26,10 +26,11 @@ import torch
 
 from latentry.cache.write.workspace import Workspace
 from latentry.encode.recipe import ResolvedRecipe
+from latentry.encode.running.memory import load_within_memory
 from latentry.encode.running.pipeline import CHECKPOINT_INTERVAL_S, MAX_FAILURES, Outcome, TaskRunner
 from latentry.errors import LatentryError, RunError
 from latentry.hardware import memory_limit, num_cores
-from latentry.processors import processor_class
+from latentry.processors import Processor, processor_class
 from latentry.sources.folder import SourceFolders
 from latentry.types import Task
 
@@ -52,10 +53,6 @@ class Job:
     """The number of the run, which orders its commits."""
     batch_size: int | None
     """Samples that are encoded together; None lets the device decide."""
-    device_memory: float = math.inf
-    """The bytes of a device's memory that each worker may use."""
-    limit_device_memory: bool = False
-    """Whether torch must not allocate more than that."""
     verify: bool
     """Whether to decode every latent and measure its PSNR."""
     damaged: str
@@ -64,6 +61,10 @@ class Job:
     """Failures in a row that stop the run; 0 for no limit."""
     checkpoint_interval_s: float = CHECKPOINT_INTERVAL_S
     """How often the finished samples of a running task are made durable."""
+    device_memory: float = math.inf
+    """The bytes of a device's memory that each worker may use."""
+    limit_device_memory: bool = False
+    """Whether torch must not allocate more than that."""
 
 
 Reporter = Callable[[str, Outcome], None]
@@ -92,12 +93,7 @@ def _run_on_device(
         torch.cuda.device(device) if device.startswith("cuda") else nullcontext(),
         memory_limit(device, job.device_memory) if job.limit_device_memory else nullcontext(),
     ):
-        processor = processor_class(job.recipe.processor)(
-            job.model_name,
-            torch.device(device),
-            getattr(torch, job.recipe.dtype),
-            device_memory=job.device_memory,
-        )
+        processor = _load(job, device)
         runner = TaskRunner(
             processor,
             job.recipe,
@@ -114,6 +110,15 @@ def _run_on_device(
             on_outcome=lambda outcome: report(device, outcome),
         )
         runner.run(tasks)
+
+
+def _load(job: Job, device: str) -> Processor:
+    def load(budget: float) -> Processor:
+        return processor_class(job.recipe.processor)(
+            job.model_name, torch.device(device), getattr(torch, job.recipe.dtype), device_memory=budget
+        )
+
+    return load_within_memory(load, job.device_memory, torch.device(device))
 
 
 # ---- several devices ------------------------------------------------------------------------
