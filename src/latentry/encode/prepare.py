@@ -28,7 +28,7 @@ from latentry.encode.running.pipeline import CHECKPOINT_INTERVAL_S, MAX_FAILURES
 from latentry.encode.running.read_ahead import DAMAGED
 from latentry.engines.local import Job, run_tasks
 from latentry.errors import CacheError, ConfigError, ModelError, RunError, TooManyFailuresError
-from latentry.hardware import find_devices
+from latentry.hardware import find_devices, is_gpu
 from latentry.processors import Processor, processor_class
 from latentry.report.summary import PrepareResult
 from latentry.sources.folder import SourceFolders
@@ -67,7 +67,7 @@ def prepare(
         video_dir: The folder of videos, or a list of folders. Exactly one of the two is given.
         output_dir: The folder of the cache; created if missing. If it holds an unfinished run of the same recipe,
             the run is resumed; if it holds a finished cache, new and changed inputs are added.
-        devices: ``auto`` (every GPU, or the CPU), ``cpu``, or a list such as ``cuda:0,cuda:1``.
+        devices: ``auto`` (every GPU, or the CPU), ``cpu``, ``mps``, or a list such as ``cuda:0,cuda:1`` or ``xpu:0``.
         batch_size: Samples encoded together; None chooses by the GPU's memory, and 1 on a CPU and for clips.
         shard_size: Rows per metadata shard.
         max_files: Encode only the first N inputs, folder by folder and sorted by name in each.
@@ -110,7 +110,7 @@ def prepare(
         recipe,
         processor.info,
         weights,
-        on_gpu=all(name.startswith("cuda") for name in device_names),
+        on_gpu=all(is_gpu(name) for name in device_names),
     )
     repeated = Repeats.of(source, repeats)
     inputs = Inputs(recipe, resolved, processor.info, source, output, max_files, damaged, on_progress)

@@ -37,7 +37,7 @@ class _Adapter(BaseModelProcessor):
 
     def load_models(self, model_name: str | None, device: str | torch.device) -> Models:
         device = torch.device(device)
-        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
         return {"processor": processor_class(self.name)(model_name or self.default_model_name, device, dtype)}
 
     def encode_text(self, prompt: str, models: Models, device: str | torch.device) -> Encodings:

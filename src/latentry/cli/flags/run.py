@@ -16,7 +16,7 @@ def add_run_flags(parser: argparse.ArgumentParser) -> None:
         "--devices",
         metavar="DEVICES",
         default="auto",
-        help="use cpu, or GPUs such as cuda:0,cuda:1 (default: auto, every GPU or else the CPU)",
+        help="use cpu, mps, or GPUs such as cuda:0,cuda:1 or xpu:0 (default: auto, every GPU or else the CPU)",
     )
     add_flag(
         run,
