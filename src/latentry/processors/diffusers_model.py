@@ -21,7 +21,7 @@ from latentry.processors.fused.cuda_graphs import GraphedFunction
 from latentry.processors.memory.offload import OffloadedWeights, num_bytes, weights_of
 from latentry.processors.memory.plan import MemoryPlan, ModelSizes, gigabytes, plan_memory
 from latentry.processors.memory.text_encoders import TextEncoders
-from latentry.processors.vae import VaeEncoder, tiled
+from latentry.processors.vae import VaeEncoder, tiled_decoding
 from latentry.storage import content_digest
 
 logger = logging.getLogger(__name__)
@@ -164,7 +164,9 @@ class DiffusersProcessor(Processor, ABC):
         self._offloaded: dict[str, OffloadedWeights] = {}
         for module in filter(None, (vae, image_encoder)):
             module.eval().requires_grad_(False)
-        self._encoder = VaeEncoder(vae, self.bytes_per_pixel, one_by_one=self.one_by_one)
+        self._encoder = VaeEncoder(
+            vae, self.bytes_per_pixel, self.info.spatial_factor, one_by_one=self.one_by_one
+        )
         self.memory_plan = self._plan(self._device_memory)
         logger.info("%s on %s: %s", self.info.name, self._device, self.memory_plan)
         self._place()
@@ -304,7 +306,7 @@ class DiffusersProcessor(Processor, ABC):
         if "decoder" in self._offloaded:
             memory_bytes -= self._offloaded["decoder"].num_bytes
         step = len(latents) if len(latents) * needed <= memory_bytes else 1
-        tiles = tiled(self._vae) if needed > memory_bytes else nullcontext()
+        tiles = tiled_decoding(self._vae) if needed > memory_bytes else nullcontext()
         with self._on_device("decoder"), tiles:
             return _joined([self._decode_latents(part) for part in torch.split(latents, step)])
 

@@ -12,6 +12,7 @@ import torch
 
 from latentry.processors.fused.cuda_graphs import GraphedFunction
 from latentry.processors.fused.self_check import checked_encoder
+from latentry.processors.tiles import encode_tiles, tile_size
 
 logger = logging.getLogger(__name__)
 
@@ -41,11 +42,15 @@ class VaeEncoder:
     Args:
         vae: A diffusers VAE.
         bytes_per_pixel: Device memory that its own modules need for each pixel of each frame, in 16 bits.
+        spatial_factor: Pixels per latent position.
         one_by_one: Whether its own modules take only one sample at a time.
     """
 
-    def __init__(self, vae: Any, bytes_per_pixel: int, *, one_by_one: bool = False) -> None:
+    def __init__(
+        self, vae: Any, bytes_per_pixel: int, spatial_factor: int, *, one_by_one: bool = False
+    ) -> None:
         self._vae = vae
+        self._spatial_factor = spatial_factor
         self._one_by_one = one_by_one
         self._bytes_per_pixel = bytes_per_pixel
         self._memory_bytes = math.inf
@@ -105,28 +110,35 @@ class VaeEncoder:
         from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 
         if self.max_batch_size(pixels.shape[1:], 1) == 0:
-            return self._posterior_from_tiles(pixels)
+            return DiagonalGaussianDistribution(self._moments_from_tiles(pixels))
+        return DiagonalGaussianDistribution(self._moments(pixels))
+
+    def _moments(self, pixels: torch.Tensor) -> torch.Tensor:
         if self._graphed is not None:
-            return DiagonalGaussianDistribution(self._graphed(pixels))
-        if not self._one_by_one or len(pixels) == 1:
-            return self._vae.encode(pixels).latent_dist
-        moments = [self._vae.encode(sample[None]).latent_dist.parameters for sample in pixels]
-        return DiagonalGaussianDistribution(torch.cat(moments))
+            return self._graphed(pixels)
+        parts = pixels.split(1) if self._one_by_one else [pixels]  # type: ignore[no-untyped-call]
+        return torch.cat([self._vae.encode(part).latent_dist.parameters for part in parts])
 
-    def _posterior_from_tiles(self, pixels: torch.Tensor) -> Any:
-        """Encode in tiles, with the VAE's own modules. Their edges are blended, so the latents differ a little."""
-        from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
+    def _moments_from_tiles(self, pixels: torch.Tensor) -> torch.Tensor:
+        *before, height, width = pixels.shape[1:]
+        # The whole sample is on the device too, as bytes and in the dtype of the model.
+        left = self._memory_bytes - (1 + pixels.element_size()) * pixels[0].numel()
 
+        def fits(tile_height: int, tile_width: int) -> bool:
+            return self._bytes_needed((1, *before, tile_height, tile_width)) <= left
+
+        size = tile_size(height, width, 2 * self._spatial_factor, fits)
         if not self._tiles_announced:
             self._tiles_announced = True
             logger.warning(
-                "%s does not fit into the device's memory as a whole: it is encoded in tiles, which is slower and changes "
-                "the latents slightly; a larger --device_memory or a smaller resolution avoids that",
+                "%s does not fit into the device's memory as a whole: it is encoded in tiles of %dx%d, which is slower and "
+                "changes the latents slightly; more --device_memory or a smaller resolution avoids that",
                 "x".join(str(side) for side in pixels.shape[2:]),
+                *size,
             )
-        with tiled(self._vae):
-            moments = [self._vae.encode(sample[None]).latent_dist.parameters for sample in pixels]
-        return DiagonalGaussianDistribution(torch.cat(moments))
+        samples = pixels.split(1)  # type: ignore[no-untyped-call]
+        tiled = [encode_tiles(self._moments, sample, size, self._spatial_factor) for sample in samples]
+        return torch.cat(tiled).to(pixels.dtype)
 
     def _bytes_needed(self, shape: Sequence[int]) -> int:
         """The least device memory for encoding pixels of this shape untiled."""
@@ -139,8 +151,8 @@ class VaeEncoder:
 
 
 @contextmanager
-def tiled(vae: Any) -> Iterator[None]:
-    """Let a VAE work in tiles inside the context."""
+def tiled_decoding(vae: Any) -> Iterator[None]:
+    """Let a VAE decode in tiles inside the context."""
     vae.enable_tiling()
     try:
         yield

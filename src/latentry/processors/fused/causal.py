@@ -37,11 +37,19 @@ class FrameCache:
         return self._frames.get(id(layer))
 
     def put(self, layer: Any, frames: torch.Tensor) -> None:
-        self._frames[id(layer)] = frames.clone()
+        """Store frames, in the place of the last ones: memory that is freed and allocated again gets fragmented."""
+        kept = self._frames.get(id(layer))
+        if kept is None:
+            self._frames[id(layer)] = frames.clone()
+        else:
+            kept.copy_(frames)
 
 
 class TemporalChunks:
     """Splits clips into chunks: the first has n·step+1 frames, the others n·step, as many as the memory allows.
+
+    If chunks are as short as possible, the first has a single frame. What the layers keep is then allocated while little
+    else is, which leaves the rest of the memory in one piece.
 
     Args:
         values_per_pixel: The number of channels of the widest layer's input.
@@ -69,7 +77,7 @@ class TemporalChunks:
             num_frames: The length of the chunks after the first. None for the shortest chunks.
         """
         frames, height, width = shape[-3:]
-        in_chunk = min(frames, (num_frames or self._step) + 1)
+        in_chunk = min(frames, self._step if num_frames in (None, self._step) else num_frames + 1)
         widest = self._values_per_pixel * self._value_bytes
         per_pixel = (self._live * in_chunk + self._kept) * widest + _INPUT_BYTES * frames
         return int(height * width * per_pixel)
@@ -78,10 +86,10 @@ class TemporalChunks:
         """The chunks of [T,H,W,3], of at most ``max_frames`` if given, which must be n·step+1."""
         length = self.length(clip.shape) if max_frames is None else max_frames - 1
         start = 0
+        end = 1 if max_frames is None and length == self._step else length + 1
         while start < len(clip):
-            end = min(len(clip), start + length + (start == 0))
             yield clip[start:end]
-            start = end
+            start, end = end, end + length
 
     def length(self, shape: Sequence[int]) -> int:
         """The length of the chunks of [T,H,W,3], except the first. All chunks are about equally long."""

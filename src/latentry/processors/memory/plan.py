@@ -14,6 +14,7 @@ of temporal chunks, and with them the last bits of latents. So a plan depends on
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -137,4 +138,6 @@ def plan_memory(sizes: ModelSizes, budget: float) -> MemoryPlan:
 
 def gigabytes(num_bytes: float) -> str:
     """A size for people, rounded up to a tenth: ``gigabytes(2_340_000_000)`` is ``"2.4 GB"``."""
+    if math.isinf(num_bytes):
+        return "any amount"
     return f"{-(-num_bytes // 100_000_000) / 10:.1f} GB"

@@ -1,0 +1,55 @@
+"""Tiles cover everything, fit, and blend. The encoder here averages blocks, so tiles must give exactly the whole."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.nn import functional as F
+
+from latentry.processors.tiles import OVERLAP, encode_tiles, tile_size
+
+sides = st.integers(1, 40).map(lambda n: 16 * n)
+
+
+def block_means(pixels: torch.Tensor) -> torch.Tensor:
+    flat = F.avg_pool2d(pixels.flatten(0, -4).float(), 8)
+    return flat.view(*pixels.shape[:-2], *flat.shape[-2:])
+
+
+@given(sides, sides, st.integers(1, 700_000))
+def test_tiles_of_any_size_give_the_whole(height, width, most_pixels):
+    size = tile_size(height, width, 16, lambda h, w: h * w <= most_pixels)
+    pixels = torch.rand(1, 3, height, width)
+    seen = []
+
+    def encode(tile: torch.Tensor) -> torch.Tensor:
+        seen.append(tuple(tile.shape[-2:]))
+        return block_means(tile)
+
+    assert torch.allclose(encode_tiles(encode, pixels, size, 8), block_means(pixels), atol=1e-5)
+    assert set(seen) == {size}, "one shape, so that one CUDA graph serves all tiles"
+    assert size[0] * size[1] <= most_pixels or max(size) <= 2 * OVERLAP
+    assert size[0] % 16 == size[1] % 16 == 0
+
+
+def test_clips_are_tiled_in_space_only():
+    clip = torch.rand(2, 3, 5, 320, 480)
+    mine = encode_tiles(block_means, clip, (256, 256), 8)
+    assert torch.allclose(mine, block_means(clip), atol=1e-5)
+
+
+def test_neighbouring_tiles_fade_into_each_other():
+    """A tile that is one everywhere beside one that is zero gives a ramp, without a step."""
+    values = iter([0.0, 1.0])
+
+    def encode(tile: torch.Tensor) -> torch.Tensor:
+        return torch.full((1, 1, tile.shape[-2] // 8, tile.shape[-1] // 8), next(values))
+
+    row = encode_tiles(encode, torch.zeros(1, 3, 64, 512), (64, 304), 8)[0, 0, 0]
+    assert row[0] == 0
+    assert row[-1] == 1
+    steps = row.diff()
+    assert (steps >= 0).all()
+    assert steps.max() < 0.1
+    assert (steps > 0).sum() >= OVERLAP // 8 - 1
