@@ -86,6 +86,21 @@ def test_help_names_every_default(capsys, command):
             ["image", *ON_EXAMPLES, "--batch_size", "few"],
             "--batch_size/--batch-size: 'few' is not a whole number",
         ),
+        (
+            ["image", *ON_EXAMPLES, "--device_memory", "12"],
+            ": --device_memory is 12 bytes; it must be at least",
+        ),
+        (["image", *ON_EXAMPLES, "--device_memory", "12"], "; write 12GB if you mean GB"),
+        (
+            ["image", *ON_EXAMPLES, "--device_memory", "lots"],
+            ": --device_memory: 'lots' is not a size; write for",
+        ),
+        (["image", *ON_EXAMPLES, "--device-memory", "12 G"], ": --device-memory: '12 G' is not a size"),
+        (
+            [*VIDEO, "--device_memory", "12GB", "--devices", "cpu"],
+            ": --device_memory has no effect on the CPU; leave it out, or encode on a GPU",
+        ),
+        (["verify", "y", "--device_memory", "12GB"], "unrecognized arguments: --device_memory 12GB"),
         (["image", *ON_EXAMPLES, "--seed", "-1"], "argument --seed: -1 is too small"),
         ([*VIDEO, "--target_frames", "6", "--processor", "wan", "--dry_run"], ": --target_frames is 6"),
         ([*VIDEO, "--num_frames", "8"], "--num_frames has no effect without --mode frames"),

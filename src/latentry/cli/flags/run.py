@@ -27,6 +27,12 @@ def add_run_flags(parser: argparse.ArgumentParser) -> None:
     )
     add_flag(
         run,
+        "--device_memory",
+        metavar="SIZE",
+        help="use at most SIZE, such as 12GB, of each GPU's memory (default: what is free when the run starts)",
+    )
+    add_flag(
+        run,
         "--shard_size",
         metavar="N",
         type=whole_number(1),
@@ -71,6 +77,7 @@ def add_output_flags(parser: Any) -> None:
 def run_arguments(options: argparse.Namespace) -> dict[str, Any]:
     """The arguments of ``prepare()`` that these flags give."""
     names = (
-        "devices", "batch_size", "shard_size", "verify", "damaged", "max_failures", "overwrite", "dry_run",
+        "devices", "batch_size", "device_memory", "shard_size", "verify", "damaged", "max_failures", "overwrite",
+        "dry_run",
     )  # fmt: skip
     return {name: getattr(options, name) for name in names}
