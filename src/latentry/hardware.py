@@ -172,7 +172,7 @@ def available_memory(device: torch.device | str) -> float:
 
 @contextmanager
 def memory_limit(device: torch.device | str, num_bytes: float) -> Iterator[None]:
-    """Let torch allocate at most this many bytes on a GPU inside the context.
+    """Let torch allocate at most this many bytes on a GPU inside the context, besides what it holds already.
 
     For ``mps`` and for a CPU nothing changes. Torch cannot tell which limit Metal has, so it could not be restored.
     """
@@ -185,7 +185,8 @@ def memory_limit(device: torch.device | str, num_bytes: float) -> Iterator[None]
     backend = torch.get_device_module(kind)
     before = backend.get_per_process_memory_fraction(device)
     _, total = _free_and_total(device)
-    backend.set_per_process_memory_fraction(min(before, num_bytes / total), device)
+    allowed = num_bytes + backend.memory_allocated(device)
+    backend.set_per_process_memory_fraction(min(before, allowed / total), device)
     try:
         yield
     finally:

@@ -32,7 +32,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 DEVICE = "cuda:0"
 GB = 10**9
 BUDGETS_GB = (24, 16, 12, 8)
-CLOSE = 1e-2
+CLOSE = 0.03
 """The largest allowed distance of latents from those of a run without a budget, relative to their norm."""
 MAY_USE_TILES: set[tuple[str, int]] = set()
 """Families and budgets in GB that may encode in tiles."""

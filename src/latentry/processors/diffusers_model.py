@@ -166,6 +166,7 @@ class DiffusersProcessor(Processor, ABC):
             module.eval().requires_grad_(False)
         self._encoder = VaeEncoder(vae, self.bytes_per_pixel, one_by_one=self.one_by_one)
         self.memory_plan = self._plan(self._device_memory)
+        logger.info("%s on %s: %s", self.info.name, self._device, self.memory_plan)
         self._place()
         if runs_fused_encoders(self._device):
             with self.text_pass():
