@@ -190,8 +190,7 @@ def run(
     limit = math.inf
     if device_memory is not None:
         budget["device_memory"] = device_memory
-        # What is allocated by now, such as the workspaces of cuBLAS, is not available to this run.
-        limit = device_memory + torch.cuda.memory_allocated() + 1
+        limit = device_memory + 1  # for rounding: the allocator's limit is a fraction
     with memory_limit(DEVICE, limit):
         started = time.perf_counter()
         result = prepare(
