@@ -35,11 +35,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from pictures import EXAMPLES, write_pictures
+from pictures import write_captions, write_clips, write_pictures
 from usual_script import one_at_a_time
 
+from latentry.byte_sizes import parse_bytes
 from latentry.encode.prepare import Progress, prepare
 from latentry.encode.recipe import Recipe
 from latentry.errors import LatentryError
@@ -49,11 +49,6 @@ from latentry.processors import PROCESSORS
 from latentry.testing.full_size import RandomFlux, RandomHunyuan, RandomWan, forget_weights
 
 DEVICE = "cuda:0"
-WORDS = [
-    "a", "photo", "of", "the", "old", "grey", "cat", "sitting", "on", "wooden", "table", "at", "sunset", "camera",
-    "panning", "slowly", "over", "waves",
-]  # fmt: skip
-
 # ---- the processors -------------------------------------------------------------------------
 
 
@@ -88,34 +83,7 @@ class NotedHunyuan(Noted, RandomHunyuan): ...
 
 FAMILIES = {"flux": NotedFlux, "wan": NotedWan, "hunyuan": NotedHunyuan}
 
-# ---- images and clips -----------------------------------------------------------------------
-
-
-def write_clips(folder: Path, count: int, num_frames: int) -> None:
-    import av
-
-    with av.open(str(EXAMPLES / "clips" / "bunny.mp4")) as container:
-        frames = [frame.to_image().resize((1280, 720)) for frame in container.decode(video=0)]
-    path = folder / "clip.tmp.mp4"
-    with av.open(str(path), "w") as output:
-        stream = output.add_stream("libx264", rate=24, options={"crf": "20", "preset": "veryfast"})
-        stream.width, stream.height, stream.pix_fmt = 1280, 720, "yuv420p"
-        for i in range(num_frames):
-            output.mux(stream.encode(av.VideoFrame.from_image(frames[i % len(frames)])))
-        output.mux(stream.encode())
-    for i in range(count):
-        os.link(path, folder / f"{i:05d}.mp4")
-    path.unlink()
-
-
-def write_captions(folder: Path) -> None:
-    for number, path in enumerate(sorted(folder.iterdir())):
-        rng = np.random.default_rng(number)
-        caption = " ".join(rng.choice(WORDS, size=rng.integers(8, 60)))
-        path.with_suffix(".txt").write_text(f"{caption}, number {number}")
-
-
-# ---- this library ---------------------------------------------------------------------------
+# ---- the runs -------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -218,8 +186,12 @@ def run(
     gc.collect()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
-    budget = {} if device_memory is None else {"device_memory": device_memory}
-    with memory_limit(DEVICE, device_memory or math.inf):
+    budget: dict[str, Any] = {}
+    limit = math.inf
+    if device_memory is not None:
+        budget["device_memory"] = device_memory
+        limit = device_memory + 1  # for rounding: the allocator's limit is a fraction
+    with memory_limit(DEVICE, limit):
         started = time.perf_counter()
         result = prepare(
             recipe, output_dir=output, devices=DEVICE, max_files=count, on_progress=note, **where, **budget
@@ -294,7 +266,7 @@ def print_row(columns: list[str]) -> None:
 
 def list_of_bytes(text: str) -> list[int]:
     """``"24GB,16GB"`` as numbers of bytes."""
-    return [int(float(part.removesuffix("GB")) * 1e9) for part in text.split(",")]
+    return [parse_bytes(part) for part in text.split(",")]
 
 
 def main() -> None:

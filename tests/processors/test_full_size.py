@@ -87,6 +87,24 @@ def test_models_have_their_real_sizes(family, expected):
     assert torch.nn.Linear(2, 2).weight.device.type == "cpu"
 
 
+@pytest.mark.parametrize(
+    ("family", "expected"),
+    [
+        (RandomFlux, ["together", "turns", "turns", "streamed"]),
+        (RandomWan, ["together", "turns", "streamed", "streamed"]),
+        (RandomHunyuan, ["turns", "streamed", "streamed", "streamed"]),
+    ],
+)
+def test_plans_for_real_sizes(family, expected, monkeypatch):
+    monkeypatch.setattr(family, "_models", lambda self: list(self.skeletons(self._dtype).values()))
+    monkeypatch.setattr(family, "_place", lambda self: None)  # there is nothing to place
+    plans = [
+        family("", torch.device("cpu"), torch.bfloat16, device_memory=gb * 10**9).memory_plan
+        for gb in (24, 16, 12, 8)
+    ]
+    assert [plan.text for plan in plans] == expected
+
+
 def test_buffers_are_those_of_an_ordinary_model(family):
     for name, skeleton in family.skeletons(torch.bfloat16).items():
         ordinary = dict(family.constructors()[name](**family.sizes[name]).named_buffers())
