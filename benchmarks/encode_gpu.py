@@ -85,8 +85,8 @@ def on_device(make: Callable[[], Any]) -> Any:
 class _Random:
     """Mixed into a processor: gives it random weights, and notes when it is ready."""
 
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
         Loaded.at = time.perf_counter()
 
     def use_fused_encoders(self) -> None:

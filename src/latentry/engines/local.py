@@ -85,7 +85,10 @@ def _run_on_device(
     # CUDA kernels, events and graphs belong to the current device.
     with torch.cuda.device(device) if device.startswith("cuda") else nullcontext():
         processor = processor_class(job.recipe.processor)(
-            job.model_name, torch.device(device), getattr(torch, job.recipe.dtype)
+            job.model_name,
+            torch.device(device),
+            getattr(torch, job.recipe.dtype),
+            text_dtype=job.recipe.text_dtype,
         )
         runner = TaskRunner(
             processor,

@@ -13,9 +13,11 @@ from typing import Any, ClassVar
 import torch
 
 from latentry.errors import ModelError
+from latentry.processors import fp8
 from latentry.processors.base import StackedFields
 from latentry.processors.vae import VaeEncoder
 from latentry.storage import content_digest
+from latentry.types import ProcessorInfo
 
 _INSTALL = "pip install 'latentry[models]'"
 
@@ -119,6 +121,7 @@ class DiffusersProcessor(ABC):
     A subclass loads its models, passes them to ``_set_up``, and overrides ``use_fused_encoders``.
     """
 
+    info: ClassVar[ProcessorInfo]
     components: ClassVar[tuple[str, ...]]
     """The folders of the model that the processor loads."""
     optional_components: ClassVar[tuple[str, ...]] = ()
@@ -133,6 +136,8 @@ class DiffusersProcessor(ABC):
     ) -> None:
         self._device, self._dtype = device, dtype
         self._text_dtype, self._device_memory = text_dtype, device_memory
+        if text_dtype == "fp8":
+            fp8.require_support(device)
 
     def _folder(self, model_name: str, *packages: str) -> Path:
         """The model's folder, after a check that the packages to load it are installed."""
@@ -147,6 +152,13 @@ class DiffusersProcessor(ABC):
         self._encoder = VaeEncoder(vae, self.bytes_per_pixel, one_by_one=self.one_by_one)
         if self._device.type == "cuda":
             self.use_fused_encoders()
+
+    def _quantize_texts(self, layers: torch.nn.Module) -> None:
+        """Store the weights of a text encoder's layers in 8 bits if the recipe asks for it, before ``_set_up``."""
+        if self._text_dtype == "fp8" and not fp8.quantize(layers, self._device):
+            raise ModelError(
+                f"the text encoder of {self.info.name} has no linear layers to quantise; leave out text_dtype"
+            )
 
     @abstractmethod
     def use_fused_encoders(self) -> None:

@@ -35,6 +35,7 @@ class FluxProcessor(DiffusersProcessor):
         default_model_name="black-forest-labs/FLUX.1-dev",
         spatial_factor=8,
         version=2,
+        text_dtypes=("auto", "fp8"),
     )
     components = ("vae", "text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2")
     bytes_per_pixel = 1100  # 1.1 GB for 1024x1024 on an H200
@@ -55,6 +56,7 @@ class FluxProcessor(DiffusersProcessor):
         self._shift = vae.config.shift_factor or 0.0
         self._fused_clip: GraphedFunction | None = None
         self._fused_t5: GraphedFunction | None = None
+        self._quantize_texts(self._t5.encoder.block)
         self._set_up(vae, self._clip, self._t5)
 
     def _load(self, model_name: str) -> tuple[Any, ...]:

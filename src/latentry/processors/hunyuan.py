@@ -32,6 +32,7 @@ class HunyuanProcessor(DiffusersProcessor):
         patch=1,
         latent_channels=32,
         version=2,
+        text_dtypes=("auto", "fp8"),
     )
     components = ("vae", "text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2")
     optional_components = ("image_encoder", "feature_extractor")
@@ -51,6 +52,7 @@ class HunyuanProcessor(DiffusersProcessor):
         models = self._load(model_name)
         vae, self._qwen, self._byt5, self._tokenizer, self._tokenizer_2 = models[:5]
         self._siglip, self._image_processor = models[5:]
+        self._quantize_texts(self._qwen.layers)
         self._set_up(vae, *filter(None, (self._qwen, self._byt5, self._siglip)))
 
     def _load(self, model_name: str) -> tuple[Any, ...]:

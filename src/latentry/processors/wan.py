@@ -37,6 +37,7 @@ class WanProcessor(DiffusersProcessor):
         temporal_factor=4,
         quantum=16,
         version=2,
+        text_dtypes=("auto", "fp8"),
     )
     components = ("vae", "text_encoder", "tokenizer")
     bytes_per_pixel = 130  # 4 GB for 81 frames of 832x480 on an H200
@@ -60,6 +61,7 @@ class WanProcessor(DiffusersProcessor):
         self._mean = torch.tensor(vae.config.latents_mean).view(shape).to(device, dtype)
         self._inverse_std = 1.0 / torch.tensor(vae.config.latents_std).view(shape).to(device, dtype)
         self._fused_umt5: T5Encoder | None = None
+        self._quantize_texts(self._umt5.encoder.block)
         self._set_up(vae, self._umt5)
 
     def _load(self, model_name: str) -> tuple[Any, ...]:
@@ -134,4 +136,5 @@ class Wan22Processor(WanProcessor):
         spatial_factor=8,
         temporal_factor=4,
         quantum=16,
+        text_dtypes=("auto", "fp8"),
     )
