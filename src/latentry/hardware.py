@@ -32,27 +32,9 @@ def num_ranks() -> int:
         return 1
 
 
-def free_bytes(device: torch.device | str) -> float:
-    """How much memory torch can still allocate on a GPU; infinity for a CPU, whose memory is not checked."""
-    import torch
-
-    if torch.device(device).type != "cuda":
-        return math.inf
-    free, _ = torch.cuda.mem_get_info(device)
-    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-
-
-def share_of_memory(device: torch.device | str) -> float:
-    """A third of a GPU's total memory; infinity for a CPU.
-
-    The total is constant, unlike the memory that is free at the moment. Sizes that are derived from it are the same
-    in an interrupted run and in an uninterrupted one.
-    """
-    import torch
-
-    if torch.device(device).type != "cuda":
-        return math.inf
-    return torch.cuda.get_device_properties(device).total_memory / 3
+def main_memory() -> int:
+    """The bytes of main memory of this machine."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def available_memory(device: torch.device | str) -> float:
@@ -86,6 +68,25 @@ def memory_limit(device: torch.device | str, num_bytes: float) -> Iterator[None]
         yield
     finally:
         torch.cuda.set_per_process_memory_fraction(before, device)
+
+
+def runs_fused_encoders(device: torch.device) -> bool:
+    import torch
+
+    return device.type == "cuda" and torch.version.hip is None
+
+
+def release_cached_memory(device: torch.device | str) -> None:
+    import torch
+
+    if torch.device(device).type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    import torch
+
+    return isinstance(error, torch.OutOfMemoryError)
 
 
 def find_devices(wanted: str) -> list[str]:

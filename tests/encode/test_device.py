@@ -1,4 +1,4 @@
-"""Settings of the process that a run changes, and batches that are too large for a device."""
+"""Settings of the process that a run changes, and copies to main memory."""
 
 from __future__ import annotations
 
@@ -10,13 +10,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from latentry.encode.running.device import (
-    copy_to_host,
-    gpu_feeding_priority,
-    to_host,
-    with_smaller_batches_on_oom,
-)
-from latentry.errors import RunError
+from latentry.encode.running.device import copy_to_host, gpu_feeding_priority, to_host
 
 
 def settings() -> tuple[int, float]:
@@ -97,28 +91,6 @@ def test_settings_of_runs_in_two_threads(before):
     leave.set()
     thread.join()
     assert seen == [before[0]]
-
-
-def test_batches_are_halved_until_they_fit():
-    sizes = []
-
-    def encode(batch: list[int]) -> dict[str, torch.Tensor]:
-        sizes.append(len(batch))
-        if len(batch) > 2:
-            raise torch.OutOfMemoryError
-        return {"doubled": torch.tensor(batch) * 2}
-
-    columns = with_smaller_batches_on_oom(encode, list(range(5)))
-    assert columns["doubled"].tolist() == [0, 2, 4, 6, 8]
-    assert sizes == [5, 2, 3, 1, 2]
-
-
-def test_a_single_sample_that_does_not_fit_is_an_error():
-    def encode(batch: list[int]) -> dict[str, torch.Tensor]:
-        raise torch.OutOfMemoryError
-
-    with pytest.raises(RunError, match="too small for a single sample; use a device with more memory"):
-        with_smaller_batches_on_oom(encode, [1, 2])
 
 
 def test_copies_to_main_memory():

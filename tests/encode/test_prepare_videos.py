@@ -202,34 +202,6 @@ def test_out_of_memory_halves_the_batch(clips, tmp_path, monkeypatch):
     assert_same_cache(tmp_path / "halved", tmp_path / "plain")
 
 
-def test_out_of_memory_switches_tiling_on_once(clips, tmp_path, wan_folder, monkeypatch):
-    from latentry.processors.wan import WanProcessor
-
-    recipe = Recipe(
-        processor="wan", model_name=str(wan_folder), max_pixels=64 * 64, video=VideoOptions(target_frames=5)
-    )
-    prepare(recipe, video_dir=clips, output_dir=tmp_path / "whole")
-    tiled = []
-    enable, encode = WanProcessor.enable_tiling, WanProcessor.encode_pixels
-    monkeypatch.setattr(WanProcessor, "enable_tiling", lambda self: tiled.append("tiled") or enable(self))
-    with monkeypatch.context() as small:
-        small.setattr(
-            "latentry.encode.running.batch_encoder.free_bytes", lambda device: 1000
-        )  # too little for one video
-        prepare(recipe, video_dir=clips, output_dir=tmp_path / "foreseen")
-
-    def out_of_memory(self, pixels, seeds):
-        if not self._vae.use_tiling:
-            raise torch.OutOfMemoryError
-        return encode(self, pixels, seeds)
-
-    monkeypatch.setattr(WanProcessor, "encode_pixels", out_of_memory)
-    prepare(recipe, video_dir=clips, output_dir=tmp_path / "met")
-    assert tiled == ["tiled", "tiled"], "once in each run"
-    for cache in ("foreseen", "met"):  # so small that one tile is the whole
-        assert_same_cache(tmp_path / cache, tmp_path / "whole")
-
-
 def test_short_clips(clips, tmp_path):
     skipped = prepare(tiny_recipe(target_frames=33), video_dir=clips, output_dir=tmp_path / "skip")
     assert skipped.exit_status == 2

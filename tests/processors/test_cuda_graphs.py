@@ -69,19 +69,31 @@ def test_no_capture_after_a_failed_one(fake_graphs):
     assert events == []
 
 
-def test_graphs_are_dropped_when_memory_runs_out(fake_graphs):
+def test_a_single_graph_leaves_its_memory_to_another_shape(fake_graphs):
     events, _ = fake_graphs
-
-    def needs_memory(x):
-        if len(x) == 9 and twice._graphs:
-            raise torch.OutOfMemoryError
-        return x * 2
-
-    twice = cuda_graphs.GraphedFunction(needs_memory)
+    graphs_beside = []
+    twice = cuda_graphs.GraphedFunction(lambda x: graphs_beside.append(len(twice._graphs)) or x * 2)
+    twice.max_graphs = 1
     for _ in range(4):
         twice(on_gpu(3))
-    assert events.count("replayed") == 2
+    assert events == ["captured", "replayed", "replayed"]
+    graphs_beside.clear()
     assert twice(on_gpu(9)).sum() == 18
+    assert graphs_beside == [0]
+    twice(on_gpu(3))
+    assert events.count("captured") == 2, "a shape that was captured once is captured again at once"
+
+
+def test_released_graphs_are_captured_again(fake_graphs):
+    events, _ = fake_graphs
+    twice = cuda_graphs.GraphedFunction(lambda x: x * 2)
+    for _ in range(3):
+        twice(on_gpu(3))
+    twice.release()
     assert not twice._graphs
     twice(on_gpu(3))
-    assert events.count("replayed") == 2
+    assert events == ["captured", "replayed"] * 2
+    twice.max_graphs = 0
+    twice.release()
+    twice(on_gpu(3))
+    assert len(events) == 4

@@ -19,6 +19,8 @@ from latentry.processors import PROCESSORS, fp8, processor_class
 from latentry.processors.fp8 import Fp8Linear
 from latentry.processors.fused.self_check import checked_encoder, relative_errors
 from latentry.processors.fused.t5 import T5Encoder
+from latentry.processors.memory.offload import weights_of
+from latentry.processors.memory.plan import MemoryPlan
 from latentry.testing import assert_same_cache
 
 CPU = torch.device("cpu")
@@ -119,6 +121,7 @@ def test_a_layer_moves_with_its_module_and_takes_half_the_bytes():
     assert not any(tensor.requires_grad for tensor in held.values())
     assert not list(model.buffers())
     assert not [value for value in vars(model[1][0]).values() if isinstance(value, torch.Tensor)]
+    assert fp8.working_bytes(model) == linear.weight.nbytes
     quantized = held["1.0.quantized"]
     assert quantized.nbytes * 2 == linear.weight.nbytes
     x = torch.randn(2, 512, dtype=torch.bfloat16)
@@ -201,6 +204,23 @@ def test_the_weights_of_every_layer_are_quantised(family, model_folder):
     others = {name for name, dtype in matrices.items() if dtype != torch.float8_e4m3fn}
     assert all("relative_attention_bias" in name for name in others)
     assert len(matrices) - len(others) == 7 * len(layers)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_streamed_layers_give_the_same_numbers_in_less_memory(family, model_folder):
+    plain, together, streamed = (
+        processor_class(family)(str(model_folder(family)), CPU, torch.bfloat16, text_dtype=text_dtype)
+        for text_dtype in ("auto", "fp8", "fp8")
+    )
+    sizes = [sum(tensor.nbytes for tensor in weights_of(p._texts.layers)) for p in (plain, streamed)]
+    assert sizes[1] < sizes[0]
+    plan = MemoryPlan(text="streamed", num_text_layers=2, text_batch_size=2, pixel_bytes=1e9, num_graphs=0)
+    streamed._texts.place(plan, CPU)
+    assert streamed.takes_turns
+    expected = together.encode_texts(CAPTIONS)
+    for _ in range(2):
+        for name, embeddings in streamed.encode_texts(CAPTIONS).items():
+            assert torch.equal(embeddings, expected[name]), name
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -86,8 +86,6 @@ def test_intact_encoders_pass(name, dtype, load_model, caplog):
     [
         *((name, "numbers") for name in WRONG),
         *((name, "exception") for name in WRONG),
-        ("wan_vae", "memory"),
-        ("t5", "memory"),
     ],
 )
 def test_processors_fall_back_to_the_models_own_modules(name, failure, model_folder, monkeypatch, caplog):
@@ -97,7 +95,7 @@ def test_processors_fall_back_to_the_models_own_modules(name, failure, model_fol
         make_random(processor)
     module, operation, replacement = WRONG[name]
     if failure != "numbers":
-        error = RuntimeError("no kernel") if failure == "exception" else torch.OutOfMemoryError("no memory")
+        error = RuntimeError("no kernel")
         replacement = raises(error)
     with monkeypatch.context() as patch:
         patch.setattr(module, operation, replacement)
@@ -116,7 +114,8 @@ def test_processors_fall_back_to_the_models_own_modules(name, failure, model_fol
         size = (2, 3, 64, 96) if family == "flux" else (1, 3, 9, 64, 96)
         pixels = torch.randint(0, 256, size, dtype=torch.uint8, generator=torch.Generator().manual_seed(4))
         assert torch.equal(broken.encode_pixels(pixels, None), own.encode_pixels(pixels, None))
-        assert broken.bytes_needed(pixels) == own.bytes_needed(pixels)
+        shape = (1, *pixels.shape[1:])
+        assert broken._encoder._bytes_needed(shape) == own._encoder._bytes_needed(shape)
     else:
         keys = {
             "clip": ("clip_hidden", "pooled_prompt_embeds"),

@@ -7,6 +7,7 @@ only the tasks that it had not committed yet. The calling process holds the lock
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -25,10 +26,11 @@ import torch
 
 from latentry.cache.write.workspace import Workspace
 from latentry.encode.recipe import ResolvedRecipe
+from latentry.encode.running.memory import load_within_memory
 from latentry.encode.running.pipeline import CHECKPOINT_INTERVAL_S, MAX_FAILURES, Outcome, TaskRunner
 from latentry.errors import LatentryError, RunError
 from latentry.hardware import num_cores
-from latentry.processors import processor_class
+from latentry.processors import Processor, processor_class
 from latentry.sources.folder import SourceFolders
 from latentry.types import Task
 
@@ -59,6 +61,8 @@ class Job:
     """Failures in a row that stop the run; 0 for no limit."""
     checkpoint_interval_s: float = CHECKPOINT_INTERVAL_S
     """How often the finished samples of a running task are made durable."""
+    device_memory: float = math.inf
+    """The bytes of each device's memory that may be used."""
 
 
 Reporter = Callable[[str, Outcome], None]
@@ -84,12 +88,7 @@ def _run_on_device(
         torch.set_num_threads(cores)
     # CUDA kernels, events and graphs belong to the current device.
     with torch.cuda.device(device) if device.startswith("cuda") else nullcontext():
-        processor = processor_class(job.recipe.processor)(
-            job.model_name,
-            torch.device(device),
-            getattr(torch, job.recipe.dtype),
-            text_dtype=job.recipe.text_dtype,
-        )
+        processor = _load(job, device)
         runner = TaskRunner(
             processor,
             job.recipe,
@@ -106,6 +105,19 @@ def _run_on_device(
             on_outcome=lambda outcome: report(device, outcome),
         )
         runner.run(tasks)
+
+
+def _load(job: Job, device: str) -> Processor:
+    def load(budget: float) -> Processor:
+        return processor_class(job.recipe.processor)(
+            job.model_name,
+            torch.device(device),
+            getattr(torch, job.recipe.dtype),
+            text_dtype=job.recipe.text_dtype,
+            device_memory=budget,
+        )
+
+    return load_within_memory(load, job.device_memory, torch.device(device))
 
 
 # ---- several devices ------------------------------------------------------------------------

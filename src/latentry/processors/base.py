@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 import torch
@@ -17,6 +19,8 @@ StackedFields = dict[str, torch.Tensor]
 
 class Processor(Protocol):
     """One loaded model. Its numbers are those of the model's own diffusers pipeline.
+
+    A class that inherits from this one gets the methods about device memory, which it may leave as they are.
 
     Returned tensors may be on the device, and the device may still be computing them. The caller copies them to main
     memory.
@@ -81,12 +85,27 @@ class Processor(Protocol):
             latents: As ``encode_pixels`` returned them.
         """
 
-    def bytes_needed(self, pixels: torch.Tensor) -> int:
-        """Estimate the device memory that encoding takes; 0 if it is unknown.
+    def max_batch_size(self, shape: Sequence[int], most: int) -> int:
+        """How many samples can be encoded together in the device's memory. The default is as many as asked for.
 
         Args:
-            pixels: As for ``encode_pixels``; only the shape is used, so it may be a tensor on the meta device.
+            shape: The shape of one sample, [3,H,W] or [3,T,H,W].
+            most: The answer is at most this.
         """
+        return most
 
-    def enable_tiling(self) -> bool:
-        """Encode in tiles from now on, which needs less memory. Return False if nothing changes."""
+    @property
+    def takes_turns(self) -> bool:
+        """Whether the text encoders are on the device only during a ``text_pass``. False by default."""
+        return False
+
+    def text_pass(self) -> AbstractContextManager[None]:
+        """A context in which many captions are to be encoded, if text encoders and VAE take turns on the device."""
+        return nullcontext()
+
+    def use_less_memory(self) -> bool:
+        """Use less device memory from now on, because it ran out. Return False if that is not possible, the default.
+
+        If it is possible in general, but no longer, that is a ``RunError`` that says how much memory would do.
+        """
+        return False

@@ -19,6 +19,7 @@ from latentry.processors.fused.cuda_graphs import GraphedFunction
 from latentry.processors.fused.image_vae import ImageEncoder
 from latentry.processors.fused.self_check import checked_encoder
 from latentry.processors.fused.t5 import T5Encoder
+from latentry.processors.memory.text_encoders import TextEncoders
 from latentry.processors.vae import scaled_pixels, to_device, unscaled_pixels
 from latentry.types import ProcessorInfo
 
@@ -38,7 +39,8 @@ class FluxProcessor(DiffusersProcessor):
         text_dtypes=("auto", "fp8"),
     )
     components = ("vae", "text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2")
-    bytes_per_pixel = 1100  # 1.1 GB for 1024x1024 on an H200
+    bytes_per_pixel = 1600  # 1.6 GB for 1024x1024 on an H200
+    decoder_bytes_per_pixel = 4000  # 4.2 GB for the same
 
     def __init__(
         self,
@@ -56,8 +58,16 @@ class FluxProcessor(DiffusersProcessor):
         self._shift = vae.config.shift_factor or 0.0
         self._fused_clip: GraphedFunction | None = None
         self._fused_t5: GraphedFunction | None = None
-        self._quantize_texts(self._t5.encoder.block)
-        self._set_up(vae, self._clip, self._t5)
+        config = self._t5.config
+        token_bytes = (2 * config.d_ff + 7 * config.d_model) * dtype.itemsize
+        texts = TextEncoders(
+            self._t5,
+            self._t5.encoder,
+            "block",
+            others=[self._clip],
+            caption_bytes=T5_LENGTH * token_bytes,  # 1.6 GB for 32 captions on an H200
+        )
+        self._set_up(vae, texts)
 
     def _load(self, model_name: str) -> tuple[Any, ...]:
         """Load the VAE, the two text encoders and their tokenizers."""
@@ -81,8 +91,10 @@ class FluxProcessor(DiffusersProcessor):
         if (t5 := checked_encoder(T5Encoder, self._t5)) is not None:
             self._fused_t5 = GraphedFunction(t5)
 
-    @torch.inference_mode()
-    def encode_pixels(self, pixels: torch.Tensor, seeds: list[int] | None) -> torch.Tensor:
+    def _graphed_texts(self) -> list[GraphedFunction]:
+        return [graphed for graphed in (self._fused_clip, self._fused_t5) if graphed is not None]
+
+    def _encode_pixels(self, pixels: torch.Tensor, seeds: list[int] | None) -> torch.Tensor:
         scaled = scaled_pixels(pixels, self._device, self._dtype)
         if self._device.type == "cpu":
             # The memory layout of diffusers' image processor: it selects the same kernels, so the bits are the same.
@@ -91,8 +103,7 @@ class FluxProcessor(DiffusersProcessor):
         stored: torch.Tensor = (latents - self._shift) * self._vae.config.scaling_factor
         return stored.to(torch.float16)
 
-    @torch.inference_mode()
-    def encode_texts(self, captions: list[str]) -> StackedFields:
+    def _encode_texts(self, captions: list[str]) -> StackedFields:
         clip_tokens, _ = padded_tokens(self._clip_tokenizer, captions, CLIP_LENGTH)
         t5_tokens, _ = padded_tokens(self._t5_tokenizer, captions, T5_LENGTH)
         on_device = to_device(clip_tokens, self._device)
@@ -114,8 +125,7 @@ class FluxProcessor(DiffusersProcessor):
             "prompt_embeds": prompt_embeds.to(torch.bfloat16),
         }
 
-    @torch.inference_mode()
-    def decode_latents(self, latents: torch.Tensor) -> torch.Tensor:
+    def _decode_latents(self, latents: torch.Tensor) -> torch.Tensor:
         latents = latents.to(self._device, self._dtype)
         latents = latents / self._vae.config.scaling_factor + self._shift
         return unscaled_pixels(self._vae.decode(latents, return_dict=False)[0])

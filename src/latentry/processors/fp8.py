@@ -61,11 +61,11 @@ def quantized_rows(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     Args:
         weight: [rows,columns], in any floating-point dtype.
     """
-    values = weight.to(torch.float32)
     # Multiplied, because a GPU divides by a constant in this way: the scales are the same on every device. The limit is
     # for rows of zeros and of numbers so small that their scale would be 0.
-    scale = values.abs().amax(dim=1, keepdim=True).mul(1 / LARGEST).clamp(min=torch.finfo(torch.float32).tiny)
-    return (values / scale).to(torch.float8_e4m3fn), scale
+    largest = weight.abs().amax(dim=1, keepdim=True).to(torch.float32)
+    scale = largest.mul(1 / LARGEST).clamp(min=torch.finfo(torch.float32).tiny)
+    return (weight.to(torch.float32) / scale).to(torch.float8_e4m3fn), scale
 
 
 def quantize(module: nn.Module, device: torch.device) -> int:
@@ -85,6 +85,16 @@ def quantize(module: nn.Module, device: torch.device) -> int:
         else:
             num_replaced += quantize(child, device)
     return num_replaced
+
+
+def working_bytes(module: nn.Module) -> int:
+    """The memory that the largest 8-bit layer inside a module takes for its weights in 16 or 32 bits while it computes.
+
+    Args:
+        module: Any module.
+    """
+    layers = [layer for layer in module.modules() if isinstance(layer, Fp8Linear)]
+    return max((layer.quantized.numel() * layer.dtype.itemsize for layer in layers), default=0)
 
 
 def require_support(device: torch.device) -> None:

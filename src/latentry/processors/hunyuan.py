@@ -7,6 +7,7 @@ sees are the pipeline's. A text-to-video checkpoint has no SigLIP, and its cache
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -14,8 +15,48 @@ import torch
 from latentry.processors.base import StackedFields
 from latentry.processors.diffusers_model import DiffusersProcessor, loading
 from latentry.processors.fused.hunyuan_vae import HunyuanEncoder
+from latentry.processors.memory.text_encoders import TextEncoders
 from latentry.processors.vae import scaled_pixels, to_device, unscaled_pixels
 from latentry.types import ProcessorInfo
+
+_QWEN_LENGTH = 1108
+"""Tokens of a caption with its template, which the pipeline cuts off afterwards."""
+
+
+class _LastNeededLayer(Exception):
+    """Ends a forward pass with the output of a layer."""
+
+    def __init__(self, hidden: torch.Tensor) -> None:
+        self.hidden = hidden
+
+
+class _EarlyStates:
+    """Stands for Qwen in the pipeline's method, which takes the third-last of all hidden states.
+
+    Qwen itself would keep the states of all layers, which is more than everything else that it needs, and would compute
+    two layers that nobody uses.
+    """
+
+    _INDEX = -3
+
+    def __init__(self, qwen: Any) -> None:
+        self._qwen = qwen
+
+    def __call__(
+        self, *, input_ids: torch.Tensor, attention_mask: torch.Tensor, output_hidden_states: bool
+    ) -> Any:
+        def stop(_layer: Any, _arguments: Any, output: Any) -> None:
+            raise _LastNeededLayer(output[0] if isinstance(output, tuple) else output)
+
+        # The last of the states comes after the norm, and the first before all layers.
+        hook = self._qwen.layers[self._INDEX].register_forward_hook(stop)
+        try:
+            self._qwen(input_ids=input_ids, attention_mask=attention_mask, use_cache=False)
+        except _LastNeededLayer as reached:
+            return SimpleNamespace(hidden_states={self._INDEX: reached.hidden})
+        finally:
+            hook.remove()
+        raise AssertionError("Qwen has not called its layers")
 
 
 class HunyuanProcessor(DiffusersProcessor):
@@ -37,6 +78,7 @@ class HunyuanProcessor(DiffusersProcessor):
     components = ("vae", "text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2")
     optional_components = ("image_encoder", "feature_extractor")
     bytes_per_pixel = 1900  # 92 GB for 121 frames of 848x480 on an H200
+    decoder_bytes_per_pixel = 3800  # assumed: twice as much
     one_by_one = True  # diffusers builds the attention mask for a single clip
 
     def __init__(
@@ -52,8 +94,16 @@ class HunyuanProcessor(DiffusersProcessor):
         models = self._load(model_name)
         vae, self._qwen, self._byt5, self._tokenizer, self._tokenizer_2 = models[:5]
         self._siglip, self._image_processor = models[5:]
-        self._quantize_texts(self._qwen.layers)
-        self._set_up(vae, *filter(None, (self._qwen, self._byt5, self._siglip)))
+        config = self._qwen.config
+        token_bytes = (2 * config.intermediate_size + 16 * config.hidden_size) * dtype.itemsize
+        texts = TextEncoders(
+            self._qwen,
+            self._qwen,
+            "layers",
+            others=[self._byt5],
+            caption_bytes=_QWEN_LENGTH * token_bytes,  # 6.7 GB for 32 captions on an H200
+        )
+        self._set_up(vae, texts, self._siglip)
 
     def _load(self, model_name: str) -> tuple[Any, ...]:
         """Load the VAE, the text encoders, their tokenizers, and SigLIP and its image processor, or None for both."""
@@ -87,18 +137,19 @@ class HunyuanProcessor(DiffusersProcessor):
     def use_fused_encoders(self) -> None:
         self._encoder.use_fused_encoder(HunyuanEncoder)
 
-    @torch.inference_mode()
-    def encode_pixels(self, pixels: torch.Tensor, seeds: list[int] | None) -> torch.Tensor:
+    def _encode_pixels(self, pixels: torch.Tensor, seeds: list[int] | None) -> torch.Tensor:
         latents = self._encoder.latents(scaled_pixels(pixels, self._device, self._dtype), seeds)
         scaled: torch.Tensor = latents * self._vae.config.scaling_factor
         return scaled.to(torch.float16)
 
-    @torch.inference_mode()
-    def encode_texts(self, captions: list[str]) -> StackedFields:
+    def _encode_texts(self, captions: list[str]) -> StackedFields:
         from diffusers import HunyuanVideo15Pipeline
 
         qwen, qwen_mask = HunyuanVideo15Pipeline._get_mllm_prompt_embeds(
-            text_encoder=self._qwen, tokenizer=self._tokenizer, prompt=captions, device=self._device
+            text_encoder=_EarlyStates(self._qwen),
+            tokenizer=self._tokenizer,
+            prompt=captions,
+            device=self._device,
         )
         byt5, byt5_mask = HunyuanVideo15Pipeline._get_byt5_prompt_embeds(
             tokenizer=self._tokenizer_2, text_encoder=self._byt5, prompt=captions, device=self._device
@@ -122,11 +173,11 @@ class HunyuanProcessor(DiffusersProcessor):
             images=first, do_resize=True, return_tensors="pt", do_convert_rgb=True
         )
         on_device = to_device(images["pixel_values"].to(self._dtype), self._device)
-        hidden = self._siglip(pixel_values=on_device).last_hidden_state
+        with self._on_device("image_encoder"):
+            hidden = self._siglip(pixel_values=on_device).last_hidden_state
         return {"image_embeds": hidden.to(torch.bfloat16)}
 
-    @torch.inference_mode()
-    def decode_latents(self, latents: torch.Tensor) -> torch.Tensor:
+    def _decode_latents(self, latents: torch.Tensor) -> torch.Tensor:
         latents = latents.to(self._device, self._dtype) / self._vae.config.scaling_factor
         clips = [self._vae.decode(clip[None], return_dict=False)[0] for clip in latents]
         return unscaled_pixels(torch.cat(clips))

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load
 
 from latentry.errors import ConfigError
-from latentry.processors.base import StackedFields
+from latentry.processors.base import Processor, StackedFields
 from latentry.processors.tiny_autoencoder import DOWNSCALE, TinyAutoencoder
 from latentry.processors.tiny_text import TinyTextEncoder
 from latentry.types import ProcessorInfo
@@ -24,7 +24,7 @@ _ENCODER_IDENTITY = "bdb82c7b6aaf486540227fdeb4e1bee2"
 so caches stay valid when only the decoder is trained again. A new encoder needs a new value."""
 
 
-class TinyProcessor:
+class TinyProcessor(Processor):
     info = ProcessorInfo(
         name="tiny",
         media=("image", "video"),
@@ -81,9 +81,6 @@ class TinyProcessor:
     def media_fields(self, pixels: torch.Tensor) -> StackedFields:
         return {}
 
-    def bytes_needed(self, pixels: torch.Tensor) -> int:
-        return 0
-
     @torch.inference_mode()
     def decode_latents(self, latents: torch.Tensor) -> torch.Tensor:
         return _frame_by_frame(self._decode_images, latents)
@@ -91,9 +88,6 @@ class TinyProcessor:
     def _decode_images(self, latents: torch.Tensor) -> torch.Tensor:
         pixels = self._autoencoder.decode(latents.to(self._device, self._dtype))
         return ((pixels.float() + 1) * 127.5).round().clamp(0, 255).to(torch.uint8)
-
-    def enable_tiling(self) -> bool:
-        return False
 
 
 def _frame_by_frame(encode: Callable[[torch.Tensor], torch.Tensor], batch: torch.Tensor) -> torch.Tensor:

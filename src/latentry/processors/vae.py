@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from latentry.processors.fused.cuda_graphs import GraphedFunction
 from latentry.processors.fused.self_check import checked_encoder
+
+logger = logging.getLogger(__name__)
 
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -43,15 +48,52 @@ class VaeEncoder:
         self._vae = vae
         self._one_by_one = one_by_one
         self._bytes_per_pixel = bytes_per_pixel
-        self._fused: GraphedFunction | None = None
-        self._fused_bytes_needed: Callable[[torch.Tensor], int] | None = None
+        self._memory_bytes = math.inf
+        self._fused: Any = None
+        self._graphed: GraphedFunction | None = None
+        self._tiles_announced = False
 
     def use_fused_encoder(self, family: Any) -> None:
         """Encode with a fused encoder from now on, if it supports the VAE and passes its self check."""
-        encoder = checked_encoder(family, self._vae)
-        if encoder is not None:
-            self._fused = GraphedFunction(encoder)
-            self._fused_bytes_needed = getattr(encoder, "bytes_needed", None)
+        self._fused = checked_encoder(family, self._vae)
+        if self._fused is not None:
+            self._graphed = GraphedFunction(self._fused)
+
+    def use_memory(self, num_bytes: float, num_graphs: int) -> None:
+        """Keep within this much working memory from now on.
+
+        Args:
+            num_bytes: The working memory.
+            num_graphs: How many CUDA graphs may be kept.
+        """
+        self._memory_bytes = num_bytes
+        if self._graphed is not None:
+            self.release_graphs()
+            self._graphed.max_graphs = min(self._graphed.max_graphs, num_graphs)
+            self._fused.use_memory(num_bytes)
+
+    def release_graphs(self) -> None:
+        """Free the memory of CUDA graphs. They are captured again when they are needed."""
+        if self._graphed is not None:
+            self._graphed.release()
+
+    def stop_graphs(self) -> None:
+        """Encode without CUDA graphs from now on."""
+        self.release_graphs()
+        if self._graphed is not None:
+            self._graphed.max_graphs = 0
+
+    def max_batch_size(self, shape: Sequence[int], most: int) -> int:
+        """How many samples fit into the working memory together, untiled, a power of two; 0 if not even one does.
+
+        Args:
+            shape: The shape of one sample, [3,H,W] or [3,T,H,W].
+            most: More than this are not asked for.
+        """
+        size = 1 << (most.bit_length() - 1)
+        while size and self._bytes_needed((size, *shape)) > self._memory_bytes:
+            size //= 2
+        return size
 
     def latents(self, pixels: torch.Tensor, seeds: list[int] | None) -> torch.Tensor:
         """Latents of pixels in -1 … 1: the posterior's mode, or a draw from it for each seed."""
@@ -62,26 +104,48 @@ class VaeEncoder:
     def _posterior(self, pixels: torch.Tensor) -> Any:
         from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 
-        if self._fused is not None and not self._vae.use_tiling:
-            return DiagonalGaussianDistribution(self._fused(pixels))
+        if self.max_batch_size(pixels.shape[1:], 1) == 0:
+            return self._posterior_from_tiles(pixels)
+        if self._graphed is not None:
+            return DiagonalGaussianDistribution(self._graphed(pixels))
         if not self._one_by_one or len(pixels) == 1:
             return self._vae.encode(pixels).latent_dist
         moments = [self._vae.encode(sample[None]).latent_dist.parameters for sample in pixels]
         return DiagonalGaussianDistribution(torch.cat(moments))
 
-    def bytes_needed(self, pixels: torch.Tensor) -> int:
-        """Estimate the device memory for encoding these pixels untiled."""
-        if self._fused_bytes_needed is not None:
-            return self._fused_bytes_needed(pixels)
-        needed: int = self._bytes_per_pixel * pixels.numel() // 3 * self._vae.dtype.itemsize // 2
-        return needed
+    def _posterior_from_tiles(self, pixels: torch.Tensor) -> Any:
+        """Encode in tiles, with the VAE's own modules. Their edges are blended, so the latents differ a little."""
+        from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 
-    def enable_tiling(self) -> bool:
-        """Encode in tiles from now on. Return False if the VAE does so already."""
-        if self._vae.use_tiling:
-            return False
-        self._vae.enable_tiling()
-        return True
+        if not self._tiles_announced:
+            self._tiles_announced = True
+            logger.warning(
+                "%s does not fit into the device's memory as a whole: it is encoded in tiles, which is slower and changes "
+                "the latents slightly; a larger --device_memory or a smaller resolution avoids that",
+                "x".join(str(side) for side in pixels.shape[2:]),
+            )
+        with tiled(self._vae):
+            moments = [self._vae.encode(sample[None]).latent_dist.parameters for sample in pixels]
+        return DiagonalGaussianDistribution(torch.cat(moments))
+
+    def _bytes_needed(self, shape: Sequence[int]) -> int:
+        """The least device memory for encoding pixels of this shape untiled."""
+        if self._fused is not None:
+            needed: int = self._fused.bytes_needed(shape)
+            return needed
+        batch_size = 1 if self._one_by_one else shape[0]
+        num_pixels = batch_size * math.prod(shape[2:])
+        return int(self._bytes_per_pixel * num_pixels * self._vae.dtype.itemsize // 2)
+
+
+@contextmanager
+def tiled(vae: Any) -> Iterator[None]:
+    """Let a VAE work in tiles inside the context."""
+    vae.enable_tiling()
+    try:
+        yield
+    finally:
+        vae.disable_tiling()
 
 
 def _draw(posterior: Any, seeds: list[int]) -> torch.Tensor:

@@ -17,6 +17,7 @@ from latentry.processors.diffusers_model import DiffusersProcessor, loading, pad
 from latentry.processors.fused.self_check import checked_encoder
 from latentry.processors.fused.t5 import T5Encoder
 from latentry.processors.fused.wan_vae import WanEncoder
+from latentry.processors.memory.text_encoders import TextEncoders
 from latentry.processors.vae import scaled_pixels, to_device, unscaled_pixels
 from latentry.types import ProcessorInfo
 
@@ -41,6 +42,7 @@ class WanProcessor(DiffusersProcessor):
     )
     components = ("vae", "text_encoder", "tokenizer")
     bytes_per_pixel = 130  # 4 GB for 81 frames of 832x480 on an H200
+    decoder_bytes_per_pixel = 180  # 4.7 GB for the same
 
     def __init__(
         self,
@@ -61,8 +63,12 @@ class WanProcessor(DiffusersProcessor):
         self._mean = torch.tensor(vae.config.latents_mean).view(shape).to(device, dtype)
         self._inverse_std = 1.0 / torch.tensor(vae.config.latents_std).view(shape).to(device, dtype)
         self._fused_umt5: T5Encoder | None = None
-        self._quantize_texts(self._umt5.encoder.block)
-        self._set_up(vae, self._umt5)
+        config = self._umt5.config
+        token_bytes = (
+            2 * config.d_ff + 7 * config.d_model + 2 * config.num_heads * TEXT_LENGTH
+        ) * dtype.itemsize
+        texts = TextEncoders(self._umt5, self._umt5.encoder, "block", caption_bytes=TEXT_LENGTH * token_bytes)
+        self._set_up(vae, texts)
 
     def _load(self, model_name: str) -> tuple[Any, ...]:
         """Load the VAE, the text encoder and its tokenizer."""
@@ -88,13 +94,11 @@ class WanProcessor(DiffusersProcessor):
         self._encoder.use_fused_encoder(WanEncoder)
         self._fused_umt5 = checked_encoder(T5Encoder, self._umt5)
 
-    @torch.inference_mode()
-    def encode_pixels(self, pixels: torch.Tensor, seeds: list[int] | None) -> torch.Tensor:
+    def _encode_pixels(self, pixels: torch.Tensor, seeds: list[int] | None) -> torch.Tensor:
         latents = self._encoder.latents(scaled_pixels(pixels, self._device, self._dtype), seeds)
         return ((latents - self._mean) * self._inverse_std).to(torch.float16)
 
-    @torch.inference_mode()
-    def encode_texts(self, captions: list[str]) -> StackedFields:
+    def _encode_texts(self, captions: list[str]) -> StackedFields:
         from diffusers.pipelines.wan.pipeline_wan import prompt_clean
 
         cleaned = [prompt_clean(caption) for caption in captions]
@@ -117,8 +121,7 @@ class WanProcessor(DiffusersProcessor):
             hidden[:, :length].index_copy_(0, to_device(rows, self._device), encoder(*part))
         return hidden
 
-    @torch.inference_mode()
-    def decode_latents(self, latents: torch.Tensor) -> torch.Tensor:
+    def _decode_latents(self, latents: torch.Tensor) -> torch.Tensor:
         latents = latents.to(self._device, self._dtype) / self._inverse_std + self._mean
         return unscaled_pixels(self._vae.decode(latents, return_dict=False)[0])
 

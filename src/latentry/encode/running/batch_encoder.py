@@ -1,31 +1,25 @@
 """Encoding one batch on the device, without waiting for it.
 
-Results are copied to pinned memory while the device works on the next batch. Where the device's memory is too small
-for a batch, its halves are encoded, and finally single samples in tiles.
+Results are copied to pinned memory while the device works on the next batch.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
 
 from latentry.cache.latent_checks import latent_flags, psnr_db
 from latentry.encode.recipe import ResolvedRecipe
-from latentry.encode.running.caption_batches import CaptionBatches, EncodedCaption
-from latentry.encode.running.device import to_host, with_smaller_batches_on_oom
+from latentry.encode.running.caption_batches import CaptionPasses, EncodedCaption
+from latentry.encode.running.device import to_host
+from latentry.encode.running.memory import WithinMemory
 from latentry.encode.running.read_ahead import DecodedSample
 from latentry.encode.running.running_task import RunningTask
-from latentry.errors import RunError
-from latentry.hardware import free_bytes, share_of_memory
 from latentry.processors import Processor, StackedFields
 from latentry.seeds import derived_seed
-from latentry.types import Bucket, Task
-
-logger = logging.getLogger(__name__)
+from latentry.types import Bucket
 
 _BATCH_PIXELS = 16 << 20
 _MAX_BATCH_SIZE = 64
@@ -62,7 +56,9 @@ class BatchEncoder:
         self._recipe = recipe
         self._device = device
         self._verify = verify
-        self._tiled = False
+        self._memory = WithinMemory(processor, device)
+        self.caption_passes = CaptionPasses(processor, self._memory)
+        """Encodes the captions."""
 
     @property
     def on_gpu(self) -> bool:
@@ -73,21 +69,15 @@ class BatchEncoder:
 
         On a CPU it is 1: batching gains nothing, and a latent that is encoded alone equals the pipeline's. For clips
         it is 1 too: one clip keeps any device busy. For images on a GPU it is a power of two that uses the GPU well
-        and fits into a share of its memory.
+        and fits into its memory.
         """
         width, height, num_frames = bucket
         if self._device.type == "cpu" or (num_frames or 1) > 1:
             return 1
-        limit = min(_MAX_BATCH_SIZE, max(1, _BATCH_PIXELS // (width * height)))
-        shape = (1, 3, height, width) if num_frames is None else (1, 3, num_frames, height, width)
-        needed = self._processor.bytes_needed(torch.empty(shape, device="meta"))
-        if needed:
-            limit = min(limit, max(1, int(share_of_memory(self._device)) // needed))
-        return 1 << (limit.bit_length() - 1)
-
-    def caption_batches(self, task: Task) -> CaptionBatches:
-        """The encoded captions of a task's samples."""
-        return CaptionBatches(self._processor, task.samples, task.num_finished)
+        most = min(_MAX_BATCH_SIZE, max(1, _BATCH_PIXELS // (width * height)))
+        shape = (3, height, width) if num_frames is None else (3, num_frames, height, width)
+        fitting = self._processor.max_batch_size(shape, most)
+        return 1 << (fitting.bit_length() - 1)
 
     def queue(self, running: RunningTask, batch: Sequence[DecodedSample]) -> QueuedBatch:
         """Queue the encoding of a batch on the device; do not wait for it."""
@@ -98,16 +88,24 @@ class BatchEncoder:
         torch.stack(crops, out=pixels)
         captions = self._captions(running, batch)
         on_device = pixels.to(self._device, non_blocking=True)
-        latents = self._encode(batch, on_device)
+        seeds = self._seeds(batch)
+        latents = self._memory.call(
+            lambda part: {
+                "latents": self._processor.encode_pixels(
+                    on_device[part.start : part.stop], seeds and seeds[part.start : part.stop]
+                )
+            },
+            range(len(batch)),
+        )["latents"]
         extras: StackedFields = {}
         if self._recipe.video is None or self._recipe.video.mode == "video":
-            extras = with_smaller_batches_on_oom(self._processor.media_fields, pixels)
+            extras = self._memory.call(self._processor.media_fields, pixels)
         psnr: list[float | None] = [None] * len(batch)
         if self._verify:
-            decoded_again = with_smaller_batches_on_oom(
+            restored = self._memory.call(
                 lambda part: {"pixels": self._processor.decode_latents(part)}, latents
-            )
-            psnr = [psnr_db(*pair) for pair in zip(on_device, decoded_again["pixels"], strict=True)]
+            )["pixels"]
+            psnr = [psnr_db(*pair) for pair in zip(on_device, restored, strict=True)]
         flags = to_host(latent_flags(latents))
         latents = to_host(latents)
         extras = {key: to_host(column) for key, column in extras.items()}
@@ -122,7 +120,8 @@ class BatchEncoder:
         return QueuedBatch(running, batch, latents, latent_flags(latents), {}, captions, psnr, self._event())
 
     def _captions(self, running: RunningTask, batch: Sequence[DecodedSample]) -> list[list[EncodedCaption]]:
-        return [[running.captions.take(text) for text in d.sample.caption.texts] for d in batch]
+        take = self.caption_passes.take
+        return [[take(running.captions, text) for text in d.sample.caption.texts] for d in batch]
 
     def _event(self) -> torch.cuda.Event | None:
         """An event after everything that is queued; None on a CPU, where nothing is."""
@@ -132,27 +131,8 @@ class BatchEncoder:
         event.record(torch.cuda.current_stream(self._device))
         return event
 
-    def _encode(self, batch: Sequence[DecodedSample], pixels: torch.Tensor) -> torch.Tensor:
-        """Latents; in halves, and finally in tiles, where the device's memory is too small."""
-        seeds = None
-        if self._recipe.stochastic:
-            seeds = [derived_seed(self._recipe.seed, "latent", d.sample.name, d.digest) for d in batch]
-        if self._tiled or self._processor.bytes_needed(pixels) <= free_bytes(self._device):
-            # Leaving the block releases the memory of the failed attempt.
-            with suppress(torch.OutOfMemoryError):
-                return self._processor.encode_pixels(pixels, seeds)
-        torch.cuda.empty_cache()
-        if len(batch) > 1:
-            half = len(batch) // 2
-            parts = (self._encode(batch[part], pixels[part]) for part in (slice(half), slice(half, None)))
-            return torch.cat(list(parts))
-        self._tiled = True
-        if not self._processor.enable_tiling():
-            raise RunError(
-                f"the device's memory is too small for {batch[0].sample.name}; use a smaller resolution or fewer "
-                "frames"
-            )
-        logger.warning(
-            "the device's memory is too small for whole samples; encoding in tiles, which is slower"
-        )
-        return self._encode(batch, pixels)
+    def _seeds(self, batch: Sequence[DecodedSample]) -> list[int] | None:
+        """The seeds with which latents are drawn, if they are."""
+        if not self._recipe.stochastic:
+            return None
+        return [derived_seed(self._recipe.seed, "latent", d.sample.name, d.digest) for d in batch]

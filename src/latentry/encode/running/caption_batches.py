@@ -1,4 +1,4 @@
-"""Encode the captions of a task: each distinct caption once, in batches, when the first sample needs it.
+"""Encode the captions of tasks: each distinct caption of a task once, in batches, when the first sample needs it.
 
 Samples share a caption's embedding, and it is dropped after the last of them, so memory does not grow with the task.
 Which captions share a batch depends on the whole task, also if the run resumes in the middle of it.
@@ -6,19 +6,22 @@ Which captions share a batch depends on the whole task, also if the run resumes 
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
 import torch
 
-from latentry.encode.running.device import copy_to_host, to_host, with_smaller_batches_on_oom
+from latentry.encode.running.device import copy_to_host, to_host
+from latentry.encode.running.memory import WithinMemory
+from latentry.hardware import main_memory
 from latentry.processors.base import Fields, Processor, StackedFields
-from latentry.types import PlannedSample
+from latentry.processors.memory.plan import TEXT_BATCH_SIZE
+from latentry.types import PlannedSample, Task
 
-TEXT_BATCH_SIZE = 32
-"""How many captions are encoded together."""
+CaptionBatch = tuple[str, ...]
+"""Captions that are encoded together."""
 _SMALL_BYTES = 1 << 22
 """StackedFields up to this size are copied from the device in one piece, for all captions of a batch."""
 
@@ -60,24 +63,23 @@ class CaptionBatches:
     Each sample either takes the embeddings of its captions or drops its claim to them, exactly once.
 
     Args:
-        processor: Encodes the captions.
         samples: The samples of the task, in the order in which they will be encoded.
         num_finished: How many of the first samples need no caption, because an interrupted run has encoded them.
     """
 
-    def __init__(self, processor: Processor, samples: Sequence[PlannedSample], num_finished: int = 0) -> None:
-        self._processor = processor
+    def __init__(self, samples: Sequence[PlannedSample], num_finished: int) -> None:
         self._uses = Counter(text for sample in samples[num_finished:] for text in sample.caption.texts)
         captions = list(dict.fromkeys(text for sample in samples for text in sample.caption.texts))
-        starts = range(0, len(captions), TEXT_BATCH_SIZE)
-        batches = [captions[start : start + TEXT_BATCH_SIZE] for start in starts]
+        batches = [
+            tuple(captions[start : start + TEXT_BATCH_SIZE])
+            for start in range(0, len(captions), TEXT_BATCH_SIZE)
+        ]
         self._batch_of = {caption: batch for batch in batches for caption in batch}
+        self._not_encoded = dict.fromkeys(batches)
         self._encoded: dict[str, EncodedCaption] = {}
 
     def take(self, caption: str) -> EncodedCaption:
-        """The embedding for one sample. Encodes the batch of this caption if it is not encoded yet."""
-        if caption not in self._encoded:
-            self._encode(self._batch_of[caption])
+        """The embedding for one sample, once it is stored."""
         taken = self._encoded[caption]
         self.drop(caption)
         return taken
@@ -88,8 +90,26 @@ class CaptionBatches:
         if not self._uses[caption]:
             self._encoded.pop(caption, None)
 
-    def _encode(self, batch: list[str]) -> None:
-        columns = with_smaller_batches_on_oom(self._processor.encode_texts, batch)
+    def has(self, caption: str) -> bool:
+        """Whether the embedding is stored."""
+        return caption in self._encoded
+
+    def batch_of(self, caption: str) -> CaptionBatch:
+        """The captions that are encoded together with this one."""
+        return self._batch_of[caption]
+
+    def not_encoded(self) -> list[CaptionBatch]:
+        """The batches that samples still need, in order."""
+        return [batch for batch in self._not_encoded if any(self._uses[caption] for caption in batch)]
+
+    def store(self, batch: CaptionBatch, columns: StackedFields) -> int:
+        """Copy the embeddings of a batch to main memory, and return their size in bytes.
+
+        Args:
+            batch: The captions.
+            columns: Their embeddings.
+        """
+        self._not_encoded.pop(batch, None)
         finite = _FiniteRows(columns)
         small = {key: to_host(column) for key, column in columns.items() if column.nbytes <= _SMALL_BYTES}
         for i, caption in enumerate(batch):
@@ -101,3 +121,82 @@ class CaptionBatches:
                 for key, column in columns.items()
             }
             self._encoded[caption] = EncodedCaption(fields, finite, i)
+        return sum(column.nbytes for column in columns.values())
+
+
+class CaptionPasses:
+    """Decides how many captions are encoded at a time.
+
+    If the text encoders stay on the device, a batch is encoded when the first sample needs it. If they take turns with
+    the VAE, one pass encodes the captions of many samples, of the tasks after this one too, up to a share of the main
+    memory. Which captions form a batch is the same in both cases, and so are the embeddings.
+
+    Args:
+        processor: Encodes the captions.
+        memory: Handles running out of device memory.
+    """
+
+    def __init__(self, processor: Processor, memory: WithinMemory) -> None:
+        self._processor = processor
+        self._memory = memory
+        self._tasks: Iterator[Task] = iter(())
+        self._begun: deque[CaptionBatches] = deque()
+        self._ahead: deque[tuple[Task, CaptionBatches]] = deque()
+        """Tasks whose captions were encoded before the task has begun."""
+
+    def begin(self, tasks: Iterable[Task]) -> Iterator[tuple[Task, CaptionBatches]]:
+        """The tasks in order, with their captions."""
+        self._tasks = iter(tasks)
+        while self._ahead or self._look_ahead():
+            task, captions = self._ahead.popleft()
+            self._begun.append(captions)
+            yield task, captions
+
+    def _look_ahead(self) -> bool:
+        """Take one more task. False if there is none."""
+        task = next(self._tasks, None)
+        if task is not None:
+            self._ahead.append((task, CaptionBatches(task.samples, task.num_finished)))
+        return task is not None
+
+    def take(self, captions: CaptionBatches, caption: str) -> EncodedCaption:
+        """The embedding of a caption for one sample. Encodes its batch if that has not been done yet.
+
+        Args:
+            captions: The captions of the sample's task.
+            caption: One of them.
+        """
+        if not captions.has(caption):
+            self._run(captions, caption)
+        return captions.take(caption)
+
+    def _run(self, captions: CaptionBatches, first: str) -> None:
+        """Encode the batch of a caption, and all that follow in the same pass."""
+        with self._processor.text_pass():
+            num_bytes = self._encode(captions, captions.batch_of(first))
+            if not self._processor.takes_turns:
+                return
+            limit = caption_memory()
+            for following in self._from(captions):
+                for batch in following.not_encoded():
+                    if num_bytes >= limit:
+                        return
+                    num_bytes += self._encode(following, batch)
+
+    def _from(self, captions: CaptionBatches) -> Iterator[CaptionBatches]:
+        """These captions and those of the tasks after them."""
+        while self._begun[0] is not captions:
+            self._begun.popleft()  # a task's captions are all taken before those of the next one
+        yield from self._begun
+        number = 0
+        while number < len(self._ahead) or self._look_ahead():
+            yield self._ahead[number][1]
+            number += 1
+
+    def _encode(self, captions: CaptionBatches, batch: CaptionBatch) -> int:
+        return captions.store(batch, self._memory.call(self._processor.encode_texts, list(batch)))
+
+
+def caption_memory() -> int:
+    """How many bytes of embeddings a pass may leave in main memory: a sixteenth of it, at most 4 GB."""
+    return int(min(4 << 30, main_memory() / 16))

@@ -1,18 +1,14 @@
-"""How a process shares its device and its cores: copies to main memory, batches that are too large, thread counts."""
+"""How a process shares its device and its cores: copies to main memory, and thread counts."""
 
 from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any
 
 import torch
-
-from latentry.errors import RunError
-from latentry.processors.base import StackedFields
 
 _SWITCH_INTERVAL_S = 1e-4
 
@@ -28,28 +24,6 @@ def to_host(tensor: torch.Tensor) -> torch.Tensor:
 def copy_to_host(tensor: torch.Tensor) -> torch.Tensor:
     """Like ``to_host``, but always a copy: the result shares no memory with the tensor."""
     return to_host(tensor) if tensor.is_cuda else tensor.clone()
-
-
-def with_smaller_batches_on_oom(call: Callable[[Any], StackedFields], batch: Any) -> StackedFields:
-    """Return ``call(batch)``; if the device runs out of memory, call it with each half and join the results.
-
-    Args:
-        call: Takes a batch and returns one column per field.
-        batch: Anything with a length that can be sliced.
-    """
-    try:
-        return call(batch)
-    except torch.OutOfMemoryError:
-        if len(batch) == 1:
-            raise RunError(
-                "the device's memory is too small for a single sample; use a device with more memory"
-            ) from None
-    # Outside the except block: while an exception is handled, its traceback keeps the tensors alive.
-    torch.cuda.empty_cache()
-    half = len(batch) // 2
-    first = with_smaller_batches_on_oom(call, batch[:half])
-    second = with_smaller_batches_on_oom(call, batch[half:])
-    return {key: torch.cat([column, second[key]]) for key, column in first.items()}
 
 
 def single_threaded_pool(num_threads: int) -> ThreadPoolExecutor:

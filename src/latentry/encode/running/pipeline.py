@@ -34,7 +34,7 @@ from latentry.cache.write.task_writer import WriterThreads, task_writer
 from latentry.cache.write.workspace import Workspace
 from latentry.encode.recipe import ResolvedRecipe
 from latentry.encode.running.batch_encoder import BatchEncoder, QueuedBatch
-from latentry.encode.running.caption_batches import EncodedCaption
+from latentry.encode.running.caption_batches import CaptionBatches, EncodedCaption
 from latentry.encode.running.device import gpu_feeding_priority, single_threaded_pool
 from latentry.encode.running.read_ahead import DecodedSample, ReadAhead
 from latentry.encode.running.running_task import RunningTask
@@ -133,7 +133,10 @@ class TaskRunner:
                 self._num_threads,
                 damaged=self._damaged,
             )
-            running_tasks = (self._begin(task, writers) for task in tasks)
+            running_tasks = (
+                self._begin(task, captions, writers)
+                for task, captions in self._encoder.caption_passes.begin(tasks)
+            )
             try:
                 for running, batch in read_ahead.batches(running_tasks, self._decoding_failed):
                     queued.append(running if batch is None else self._encoder.queue(running, batch))
@@ -151,12 +154,12 @@ class TaskRunner:
                 self._commit_last_checkpoints()
                 raise
 
-    def _begin(self, task: Task, writers: WriterThreads) -> RunningTask:
+    def _begin(self, task: Task, captions: CaptionBatches, writers: WriterThreads) -> RunningTask:
         stem = hashlib.blake2b(f"{task.id} {self._fingerprint}".encode(), digest_size=16).hexdigest()
         running = RunningTask(
             task,
             task_writer(self._workspace.folder, self._recipe.output_format, task.bucket, stem, writers),
-            self._encoder.caption_batches(task),
+            captions,
             # One at a time if only captions are encoded: a sample whose file in the cache is damaged is encoded whole.
             1 if task.captions_only else self._batch_size or self._encoder.batch_size(task.bucket),
         )

@@ -6,20 +6,20 @@ Each convolution sees the last two frames of the chunk before. Chunks limit the 
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
 import torch
 from torch.nn import functional as F
 
-from latentry.hardware import share_of_memory
 from latentry.processors.fused.self_check import fixed_noise, vae_moments
 from latentry.processors.fused.structure import Described
 
 _MAX_VALUES = (1 << 31) - 1
-_LIVE_TENSORS = 4
-"""How many tensors as large as the widest layer's input exist at the same time."""
+_INPUT_BYTES = 21
+"""For each pixel of a clip, all copies of its colours: as bytes, in float32, and twice in 16 bits."""
 _FIRST_CHANNELS = 16
 
 RMS_NORM_2D = Described(parameters={"gamma": (None, 1, 1)}, channel_first=True)
@@ -43,48 +43,54 @@ class FrameCache:
 class TemporalChunks:
     """Splits clips into chunks: the first has n·step+1 frames, the others n·step, as many as the memory allows.
 
-    The chunk length for a shape is computed once and then kept, so every clip of a shape is encoded alike.
-
     Args:
         values_per_pixel: The number of channels of the widest layer's input.
         step: How many frames become one latent frame.
         value_bytes: The size of one value.
+        live: How many tensors as large as the widest layer's input exist at the same time for each frame of a chunk.
+        kept: How many such frames are kept from one chunk for the next, by all layers together.
     """
 
-    def __init__(self, values_per_pixel: int, step: int, value_bytes: int = 2) -> None:
+    def __init__(
+        self, values_per_pixel: int, step: int, value_bytes: int = 2, *, live: float, kept: float
+    ) -> None:
         self._values_per_pixel = values_per_pixel
         self._step = step
         self._value_bytes = value_bytes
-        self._lengths: dict[tuple[int, ...], int] = {}
+        self._live, self._kept = live, kept
+        self.memory_bytes = math.inf
+        """The working memory for a clip."""
 
-    def bytes_needed(self, clips: torch.Tensor) -> int:
-        """The least memory that encoding [B,3,T,H,W] takes: one clip and its shortest chunk."""
-        frames, height, width = clips.shape[-3:]
-        shortest = (self._step + 1) * self._values_per_pixel * _LIVE_TENSORS
-        return height * width * (4 * frames + shortest) * self._value_bytes
+    def bytes_needed(self, shape: Sequence[int], num_frames: int | None = None) -> int:
+        """The working memory for clips of [3,T,H,W], which are encoded one after the other.
+
+        Args:
+            shape: The shape of one clip.
+            num_frames: The length of the chunks after the first. None for the shortest chunks.
+        """
+        frames, height, width = shape[-3:]
+        in_chunk = min(frames, (num_frames or self._step) + 1)
+        widest = self._values_per_pixel * self._value_bytes
+        per_pixel = (self._live * in_chunk + self._kept) * widest + _INPUT_BYTES * frames
+        return int(height * width * per_pixel)
 
     def split(self, clip: torch.Tensor, max_frames: int | None = None) -> Iterator[torch.Tensor]:
         """The chunks of [T,H,W,3], of at most ``max_frames`` if given, which must be n·step+1."""
-        length = self._length(clip) if max_frames is None else max_frames - 1
+        length = self.length(clip.shape) if max_frames is None else max_frames - 1
         start = 0
         while start < len(clip):
             end = min(len(clip), start + length + (start == 0))
             yield clip[start:end]
             start = end
 
-    def _length(self, clip: torch.Tensor) -> int:
-        shape = tuple(clip.shape)
-        if shape not in self._lengths:
-            self._lengths[shape] = self._longest(clip)
-        return self._lengths[shape]
-
-    def _longest(self, clip: torch.Tensor) -> int:
-        frames, height, width, _ = clip.shape
-        limit = min(_MAX_VALUES, share_of_memory(clip.device) / (_LIVE_TENSORS * clip.element_size()))
-        most = (
-            max(1, (int(limit) // (height * width * self._values_per_pixel) - 1) // self._step) * self._step
-        )
-        num_chunks = max(1, -(-(frames - 1) // most))
+    def length(self, shape: Sequence[int]) -> int:
+        """The length of the chunks of [T,H,W,3], except the first. All chunks are about equally long."""
+        frames, height, width, channels = shape
+        most = (_MAX_VALUES // (height * width * self._values_per_pixel) - 1) // self._step * self._step
+        clip = (channels, frames, height, width)
+        while most > self._step and self.bytes_needed(clip, most) > self.memory_bytes:
+            most -= self._step
+        num_chunks = max(1, -(-(frames - 1) // max(self._step, most)))
         return max(1, -(-(frames - 1) // (num_chunks * self._step)) * self._step)
 
 
@@ -94,19 +100,25 @@ class CausalEncoder(ABC):
     Args:
         vae: The VAE. Its encoder's weights are stored with the channels last from now on.
         first_conv: Its first convolution.
-        widest: The number of channels of the widest layer's input.
-        step: How many frames become one latent frame.
+        chunks: How to split clips.
     """
 
     check_size: ClassVar[tuple[int, int]]
     """Height and width of the clips for the self check, whose latents have odd sides."""
 
-    def __init__(self, vae: Any, first_conv: Any, *, widest: int, step: int) -> None:
+    def __init__(self, vae: Any, first_conv: Any, chunks: TemporalChunks) -> None:
         self._encoder = vae.encoder
         self._first = FirstConv(first_conv)
-        self._chunks = TemporalChunks(widest, step, vae.dtype.itemsize)
-        self.bytes_needed = self._chunks.bytes_needed
+        self._chunks = chunks
         use_channels_last(vae.encoder)
+
+    def use_memory(self, num_bytes: float) -> None:
+        """Encode each clip with at most this much working memory, in chunks as long as that allows."""
+        self._chunks.memory_bytes = num_bytes
+
+    def bytes_needed(self, shape: Sequence[int]) -> int:
+        """The least working memory for clips of [B,3,T,H,W]: they are encoded one after the other."""
+        return self._chunks.bytes_needed(shape[1:])
 
     @classmethod
     def check_inputs(cls, vae: Any) -> list[tuple[Any, ...]]:

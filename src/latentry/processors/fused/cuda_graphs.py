@@ -17,15 +17,13 @@ import torch
 logger = logging.getLogger(__name__)
 
 _CALLS_UNTIL_CAPTURE = 3
-_MAX_GRAPHS = 2
-"""Each graph keeps its memory, so only the graphs of the most recent shapes are kept."""
 
 
 class GraphedFunction:
     """Calls a function of one tensor, through CUDA graphs where that pays off.
 
     The function must depend on its argument alone and must not wait for the device. On a CPU it is simply called. If a
-    capture fails, or if memory runs out while graphs hold some of it, all calls run eagerly from then on.
+    capture fails, all calls run eagerly from then on.
 
     Args:
         function: Takes a tensor and returns a new one.
@@ -35,30 +33,34 @@ class GraphedFunction:
         self._function = function
         self._num_calls: dict[tuple[object, ...], int] = {}
         self._graphs: OrderedDict[tuple[object, ...], _Graph] = OrderedDict()
-        self._may_capture = True
+        self.max_graphs = 2
+        """Each graph keeps its memory, so only the graphs of the most recent shapes are kept. With 1, another shape
+        never has to share the memory with a graph."""
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if not x.is_cuda:
             return self._function(x)
         key = (tuple(x.shape), x.dtype)
         if key not in self._graphs:
+            if self.max_graphs == 1:
+                self.release()
             self._num_calls[key] = self._num_calls.get(key, 0) + 1
-            if self._may_capture and self._num_calls[key] >= _CALLS_UNTIL_CAPTURE:
+            if self.max_graphs and self._num_calls[key] >= _CALLS_UNTIL_CAPTURE:
                 self._capture(key, x)
         if key in self._graphs:
             self._graphs.move_to_end(key)
             return self._graphs[key].replay(x)
-        try:
-            return self._function(x)
-        except torch.OutOfMemoryError:
-            if not self._graphs:
-                raise
-        # Retry without the graphs, whose memory may be what is missing.
-        self._stop_capturing("there is too little memory")
         return self._function(x)
 
+    def release(self) -> None:
+        """Drop all graphs, and free their memory."""
+        if self._graphs:
+            torch.cuda.synchronize()  # a graph may still be running
+            self._graphs.clear()
+            torch.cuda.empty_cache()
+
     def _capture(self, key: tuple[object, ...], x: torch.Tensor) -> None:
-        while len(self._graphs) >= _MAX_GRAPHS:
+        while len(self._graphs) >= self.max_graphs:
             torch.cuda.synchronize()  # the graph may still be running
             self._graphs.popitem(last=False)
         stream = torch.cuda.current_stream(x.device)
@@ -69,13 +71,9 @@ class GraphedFunction:
         else:
             return
         torch.cuda.set_stream(stream)  # a failed capture may leave its own stream current
-        self._stop_capturing(reason)
-
-    def _stop_capturing(self, reason: str) -> None:
         logger.info("encoding continues without CUDA graphs: %s", reason)
-        self._may_capture = False
-        torch.cuda.synchronize()
-        self._graphs.clear()
+        self.max_graphs = 0
+        self.release()
         torch.cuda.empty_cache()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -23,6 +24,11 @@ from latentry.processors.fused.structure import (
     linear,
     matches,
 )
+
+_LIVE_TENSORS = 5.3
+"""How many tensors as large as the first layer's output exist at the same time: 10.9 GB for 8 images of 1024x1024."""
+_WORKSPACE_BYTES = 500_000_000
+"""What cuDNN takes besides, which a batch of one shows."""
 
 _CONV = conv(2, 3, stride=(1, 1), padding=(1, 1))
 _RESNET = Described(
@@ -89,7 +95,16 @@ class ImageEncoder:
     def __init__(self, vae: Any) -> None:
         self._encoder = vae.encoder
         self._quant_conv = vae.quant_conv
+        self._row_bytes = vae.encoder.conv_in.out_channels * vae.dtype.itemsize
         use_channels_last(vae.encoder)
+
+    def use_memory(self, num_bytes: float) -> None:
+        """Images are always encoded whole, so only the size of a batch follows from the memory."""
+
+    def bytes_needed(self, shape: Sequence[int]) -> int:
+        """The working memory for images of [B,3,H,W]."""
+        batch_size, _, height, width = shape
+        return int(batch_size * height * width * _LIVE_TENSORS * self._row_bytes) + _WORKSPACE_BYTES
 
     @staticmethod
     def supports(vae: Any) -> bool:

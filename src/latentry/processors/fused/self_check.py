@@ -19,6 +19,8 @@ from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
 
+from latentry.hardware import is_out_of_memory
+
 logger = logging.getLogger(__name__)
 
 TOLERANCE: Mapping[torch.dtype, float] = {torch.float32: 1e-4, torch.float16: 0.02, torch.bfloat16: 0.08}
@@ -60,8 +62,8 @@ def checked_encoder(family: type[Encoder], model: Any) -> Encoder | None:
     """The fused encoder for this model, or None if the model's own modules are to be used.
 
     None means that the fused encoder does not know the model's structure, that its numbers differ, or that the check
-    failed for another reason, such as too little memory. A run never uses an encoder that was not checked, and a failed
-    check never stops a run.
+    failed for another reason. A run never uses an encoder that was not checked, and a failed check never stops a run.
+    Only running out of memory is raised: the caller then makes a smaller plan.
 
     Args:
         family: The class of the fused encoder.
@@ -80,6 +82,8 @@ def checked_encoder(family: type[Encoder], model: Any) -> Encoder | None:
         encoder = family(model)
         difference = _difference(encoder, inputs, references)
     except Exception as error:
+        if is_out_of_memory(error):
+            raise  # a smaller plan is better than the model's own modules, which need more memory
         reason = str(error).strip().partition("\n")[0]
         difference = f"could not be checked ({type(error).__name__}: {reason})"
     if difference is None:

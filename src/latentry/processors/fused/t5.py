@@ -20,6 +20,7 @@ from latentry.processors.fused.structure import (
     linear,
     matches,
 )
+from latentry.processors.memory.offload import StreamedLayers
 
 _CHECK_LENGTH = 40
 
@@ -84,7 +85,7 @@ class T5Encoder:
     def __init__(self, model: Any) -> None:
         self._embedding = model.shared
         self._stack = model.encoder
-        self._biases: dict[int, list[torch.Tensor]] = {}
+        self._biases: dict[tuple[int, int], torch.Tensor] = {}
 
     @staticmethod
     def supports(model: Any) -> bool:
@@ -118,29 +119,28 @@ class T5Encoder:
     def __call__(self, tokens: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
         x = F.embedding(tokens, self._embedding.weight)
         hidden = None if mask is None else (mask[:, None, None, :] == 0)
-        for block, bias in zip(self._stack.block, self._bias(tokens.shape[1]), strict=True):
-            if hidden is not None:
-                bias = bias.masked_fill(hidden, torch.finfo(bias.dtype).min)
+        bias: torch.Tensor | None = None
+        for number, block in enumerate(self._stack.block):
             attention, feed_forward = block.layer[0], block.layer[-1]
-            x = x + _attend(_rms(x, attention.layer_norm), attention.SelfAttention, bias)
+            # In T5 all layers share the first one's bias; in UMT5 each has its own.
+            if attention.SelfAttention.has_relative_attention_bias:
+                bias = self._bias(number, attention.SelfAttention, tokens.shape[1])
+            assert bias is not None
+            masked = bias if hidden is None else bias.masked_fill(hidden, torch.finfo(bias.dtype).min)
+            x = x + _attend(_rms(x, attention.layer_norm), attention.SelfAttention, masked)
             dense = feed_forward.DenseReluDense
             h = _rms(x, feed_forward.layer_norm)
             # transformers keeps the last layer in float32 for float16 models, and with it the sum.
             x = x + dense.wo(ops.gelu_gate(dense.wi_0(h), dense.wi_1(h)).to(dense.wo.weight.dtype))
         return _rms(x, self._stack.final_layer_norm)
 
-    def _bias(self, length: int) -> list[torch.Tensor]:
-        """The relative position bias of each layer, computed once per length. In T5 all layers share the first one's."""
-        if length not in self._biases:
-            biases: list[torch.Tensor] = []
-            for block in self._stack.block:
-                attention = block.layer[0].SelfAttention
-                if attention.has_relative_attention_bias:
-                    biases.append(attention.compute_bias(length, length).contiguous())
-                else:
-                    biases.append(biases[-1])
-            self._biases[length] = biases
-        return self._biases[length]
+    def _bias(self, number: int, attention: Any, length: int) -> torch.Tensor:
+        """The relative position bias of a layer. It is kept for later calls if the layer stays on the device."""
+        if isinstance(self._stack.block, StreamedLayers):
+            return attention.compute_bias(length, length).contiguous()  # type: ignore[no-any-return]
+        if (number, length) not in self._biases:
+            self._biases[number, length] = attention.compute_bias(length, length).contiguous()
+        return self._biases[number, length]
 
 
 def _norms(stack: Any) -> list[Any]:
