@@ -48,6 +48,7 @@ NOT_RUN = {
     r"pip install .*": "needs the network; the names are checked by test_install_commands",
     r"git clone .*": "needs the network",
     r"scripts/test\b.*": "runs this test; checked to exist",
+    r"latentry .* --device_memory .*": "needs a GPU",
     r"scripts/demo\b.*": "sets up an environment; checked to exist",
 }
 """Lines of bash blocks that are not run, and why."""

@@ -85,7 +85,7 @@ def test_too_many_failures_in_a_row_stop_the_run(photos, tmp_path, recipe):
         ({"output_dir": "file/cache"}, RunError, "cannot write to"),
         ({"batch_size": 0}, ConfigError, "batch_size is 0"),
         ({"devices": "gpu"}, ConfigError, "unknown device 'gpu'"),
-        ({"devices": "cuda:7"}, ConfigError, "unknown device 'cuda:7'"),
+        ({"devices": "cuda:7"}, ConfigError, "there is no device 'cuda:7'"),
         ({"recipe": Recipe(processor="nothing")}, ConfigError, "unknown processor 'nothing'"),
         ({"recipe": Recipe(max_pixels=100)}, ConfigError, "max_pixels is 100"),
     ],

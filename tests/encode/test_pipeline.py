@@ -20,9 +20,10 @@ from latentry.media.image_reader import ImageReader
 
 
 def test_encoded_captions_are_released_after_use(monkeypatch):
-    from latentry.encode.running.caption_batches import CaptionBatches
+    from latentry.encode.running.caption_batches import CaptionPasses
+    from latentry.encode.running.memory import WithinMemory
     from latentry.processors.tiny import TinyProcessor
-    from latentry.types import Bucket, Caption, PlannedSample, SourceFile
+    from latentry.types import Bucket, Caption, PlannedSample, SourceFile, Task
 
     samples = [
         PlannedSample(
@@ -31,9 +32,12 @@ def test_encoded_captions_are_released_after_use(monkeypatch):
         for i in range(80)
     ]
     monkeypatch.setattr("latentry.encode.running.caption_batches._SMALL_BYTES", 64)
-    texts = CaptionBatches(TinyProcessor("embedded", torch.device("cpu"), torch.float32), samples)
+    device = torch.device("cpu")
+    processor = TinyProcessor("embedded", device, torch.float32)
+    passes = CaptionPasses(processor, WithinMemory(processor, device))
+    ((_, texts),) = passes.begin([Task("id", Bucket(64, 64), tuple(samples))])
     for sample in samples[:40]:
-        for field in texts.take(sample.caption.text).fields.values():
+        for field in passes.take(texts, sample.caption.text).fields.values():
             assert field.untyped_storage().nbytes() <= max(field.nbytes, 64)
     assert len(texts._encoded) == 40
     for sample in samples[40:]:

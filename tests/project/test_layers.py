@@ -15,7 +15,7 @@ import latentry
 SOURCE = Path(latentry.__file__).parent
 
 LAYERS = [
-    "errors", "counted", "extras", "types", "seeds", "hardware", "storage", "crops", "buckets",
+    "errors", "counted", "byte_sizes", "extras", "types", "seeds", "hardware", "storage", "crops", "buckets",
     "cache.caption_keys", "cache.packed_format", "cache.locator", "cache.format", "cache.torch_zip", "cache.index", "cache.read",
     "cache.latent_checks", "cache.write", "cache.convert", "cache.verify",
     "serve.row_numbers", "serve.sample_index", "serve.order", "serve.epoch_order", "serve.sampler_state", "serve.progress",
@@ -23,7 +23,7 @@ LAYERS = [
     "serve.dataset", "serve.accelerate_hooks", "serve.loader", "serve.dataloader_build", "serve.shape_buckets",
     "serve.meta_files", "serve.mock", "serve.config", "serve.yaml_config",
     "sources", "media", "processors.memory", "processors.fused", "processors", "encode.planning.sizes", "encode.recipe", "encode.planning",
-    "encode.running", "engines", "report", "encode.progress", "encode.inputs", "encode.decode_check", "encode.verify",
+    "encode.running", "encode.device_budget", "engines", "report", "encode.progress", "encode.inputs", "encode.decode_check", "encode.verify",
     "encode.prepare", "testing", "demo", "cli",
     "__main__", "_old_names",
 ]  # fmt: skip

@@ -80,6 +80,28 @@ def test_batches_are_moved_to_the_device(image_cache):
     assert batch["metadata"]["prompts"][0].startswith("sample")
 
 
+@pytest.mark.parametrize("device", ["mps", "mps:1", "xpu:3", "cuda:200", torch.device("xpu:1")])
+def test_a_device_that_is_not_there(image_cache, device):
+    says = rf"^device is '{device}', but this machine has (.+ and )?cpu \(torch "
+    with pytest.raises(ConfigError, match=says):
+        build_images(cache_dir=image_cache, num_workers=0, device=device)
+
+
+@pytest.mark.parametrize(("kind", "may_return_early"), [("cuda", True), ("xpu", False), ("mps", False)])
+def test_buffers_are_not_reused_before_they_are_copied(image_cache, monkeypatch, kind, may_return_early):
+    loader, _ = build_images(cache_dir=image_cache, batch_size=2, num_workers=0)
+    loader.device = torch.device(kind)
+    copies = []
+
+    def to(tensor: torch.Tensor, device: torch.device, *, non_blocking: bool) -> torch.Tensor:
+        copies.append((device.type, non_blocking))
+        return tensor
+
+    monkeypatch.setattr(torch.Tensor, "to", to)
+    next(iter(loader))
+    assert set(copies) == {(kind, may_return_early)}
+
+
 def test_samples_of_different_shapes_are_named(tmp_path):
     cache = make_image_cache(tmp_path, {(256, 256): 2})
     odd = sorted(cache.glob("256x256/*.pt"))[0]

@@ -205,6 +205,8 @@ class CacheMetadata(msgspec.Struct, kw_only=True, omit_defaults=True):
     """The resolved recipe that made the cache; None for caches of other tools."""
     fingerprint: str | None = None
     """Identifies the recipe."""
+    device_memory: int | None = None
+    """The memory budget of the last run that encoded something, in bytes; absent if it had none, as on a CPU."""
     format_version: int | None = None
     max_captions: int | None = None
     """The largest number of captions of a sample, if it is more than 1."""

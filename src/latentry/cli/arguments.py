@@ -117,7 +117,7 @@ def _add_verify(parser: argparse.ArgumentParser) -> None:
         "--devices",
         metavar="DEVICE",
         default="auto",
-        help="decode on this device, such as cpu or cuda:0 (default: auto, the first GPU or else the CPU)",
+        help="decode on this device, such as cpu, cuda:0, xpu:0 or mps (default: auto, the first GPU or else the CPU)",
     )
     add_output_flags(parser)
 

@@ -12,9 +12,10 @@ from latentry.cache.format import CacheMetadata, Row
 from latentry.cache.latent_checks import psnr_db
 from latentry.encode.planning.held_samples import planned_sample
 from latentry.encode.recipe import ResolvedRecipe
+from latentry.encode.running.memory import WithinMemory, load_within_memory
 from latentry.errors import ConfigError, MediaError
-from latentry.hardware import find_devices
-from latentry.processors import processor_class
+from latentry.hardware import as_current_device, available_memory, find_devices
+from latentry.processors import Processor, processor_class
 from latentry.seeds import derived_seed
 from latentry.types import Caption, SourceFile
 
@@ -29,8 +30,19 @@ class DecodeCheck:
             )
         self._recipe = ResolvedRecipe.from_recorded(metadata.recipe)
         self._reader = self._recipe.media_reader()
-        self._processor = processor_class(self._recipe.processor)(
-            metadata.model_name, torch.device(find_devices(device)[0]), getattr(torch, self._recipe.dtype)
+        self._model_name = metadata.model_name
+        self._device = find_devices(device)[0]
+        found = torch.device(self._device)
+        with as_current_device(self._device):
+            self._processor = load_within_memory(self._load, available_memory(found), found)
+        self._memory = WithinMemory(self._processor, found)
+
+    def _load(self, budget: float) -> Processor:
+        return processor_class(self._recipe.processor)(
+            self._model_name,
+            torch.device(self._device),
+            getattr(torch, self._recipe.dtype),
+            device_memory=budget,
         )
 
     def psnr_db(self, row: Row, data: Mapping[str, Any]) -> float:
@@ -39,7 +51,10 @@ class DecodeCheck:
         if file.digest != row.source_digest:
             raise MediaError("has changed since it was encoded; rerun the same command to encode it again")
         latents = data["latent"][None] if "latent" in data else data["video_latents"]
-        decoded = self._processor.decode_latents(latents)[0]
+        with as_current_device(self._device):
+            decoded = self._memory.call(
+                lambda part: {"pixels": self._processor.decode_latents(part)}, latents
+            )["pixels"][0]
         seed = derived_seed(self._recipe.seed, "crop", row.source_name)
         source = SourceFile(row.source_name, row.source_bytes or 0, row.source_modified_ns or 0)
         sample = planned_sample(row, source, Caption(row.prompt or "", row.caption_source))

@@ -18,6 +18,7 @@ from msgspec import UNSET
 from latentry.cache.format import CacheMetadata, Row
 from latentry.cache.read.shard_files import OpenShards
 from latentry.cache.write.workspace import Workspace
+from latentry.encode.device_budget import NO_BUDGET, given_budget, run_budget
 from latentry.encode.inputs import Folders, Inputs, source_folders
 from latentry.encode.planning.plan import Plan, count_buckets
 from latentry.encode.planning.repeats import Repeats
@@ -28,7 +29,7 @@ from latentry.encode.running.pipeline import CHECKPOINT_INTERVAL_S, MAX_FAILURES
 from latentry.encode.running.read_ahead import DAMAGED
 from latentry.engines.local import Job, run_tasks
 from latentry.errors import CacheError, ConfigError, ModelError, RunError, TooManyFailuresError
-from latentry.hardware import find_devices
+from latentry.hardware import find_devices, is_gpu
 from latentry.processors import Processor, processor_class
 from latentry.report.summary import PrepareResult
 from latentry.sources.folder import SourceFolders
@@ -44,6 +45,7 @@ def prepare(
     output_dir: str | os.PathLike[str],
     devices: str = "auto",
     batch_size: int | None = None,
+    device_memory: float | str | None = None,
     shard_size: int = 10_000,
     max_files: int | None = None,
     repeats: int | Sequence[int] | None = None,
@@ -67,8 +69,11 @@ def prepare(
         video_dir: The folder of videos, or a list of folders. Exactly one of the two is given.
         output_dir: The folder of the cache; created if missing. If it holds an unfinished run of the same recipe,
             the run is resumed; if it holds a finished cache, new and changed inputs are added.
-        devices: ``auto`` (every GPU, or the CPU), ``cpu``, or a list such as ``cuda:0,cuda:1``.
-        batch_size: Samples encoded together; None chooses by the GPU's memory, and 1 on a CPU and for clips.
+        devices: ``auto`` (every GPU, or the CPU), ``cpu``, ``mps``, or a list such as ``cuda:0,cuda:1`` or ``xpu:0``.
+        batch_size: Samples encoded together; None chooses by ``device_memory``, and 1 on a CPU and for clips.
+        device_memory: How much of each GPU's memory each worker may use: a size such as ``"12GB"``, or a number of
+            bytes. It decides how the run is divided into batches and passes, and so the last bits of latents. None is
+            the budget of the run that is resumed, or else what is free when encoding starts.
         shard_size: Rows per metadata shard.
         max_files: Encode only the first N inputs, folder by folder and sorted by name in each.
         repeats: How often an epoch has the samples of each folder: one number for each, or one for all. They are
@@ -102,6 +107,7 @@ def prepare(
     source = source_folders(recipe, processor.info, image_dir, video_dir)
     output = Path(output_dir).expanduser().absolute()
     device_names = find_devices(devices)
+    given = given_budget(device_memory, device_names)
     model_name = recipe.model_name or processor.info.default_model_name
     weights, unknown = _weights(
         processor, model_name, None if overwrite else Workspace(output), dry_run=dry_run
@@ -110,7 +116,7 @@ def prepare(
         recipe,
         processor.info,
         weights,
-        on_gpu=all(name.startswith("cuda") for name in device_names),
+        on_gpu=all(is_gpu(name) for name in device_names),
     )
     repeated = Repeats.of(source, repeats)
     inputs = Inputs(recipe, resolved, processor.info, source, output, max_files, damaged, on_progress)
@@ -131,6 +137,7 @@ def prepare(
                 plan.buckets(),
                 plan.buckets(repeated),
                 dry_run=True,
+                device_memory=given,
             ),
             unknown=unknown,
         )
@@ -149,6 +156,10 @@ def prepare(
                 for c in checkpoints
             ]
         plan = inputs.plan(workspace, known, checkpoints)
+        budget = NO_BUDGET
+        if plan.tasks:
+            budget = run_budget(given, workspace.unfinished_device_memory(), device_names)
+            workspace.record_device_memory(budget.num_bytes)
         watcher = Watcher(plan, on_progress)
         job = Job(
             recipe=resolved,
@@ -157,6 +168,8 @@ def prepare(
             output=output,
             run=workspace.run,
             batch_size=batch_size,
+            device_memory=budget.device_memory,
+            limit_device_memory=budget.is_limit,
             verify=verify,
             damaged=damaged,
             max_failures=max_failures,
@@ -170,7 +183,9 @@ def prepare(
         encoded = {row.sample_name: row for row in workspace.committed_rows(task.id for task in plan.tasks)}
         rows = repeated.expand(_rows_to_keep(plan, encoded, source, workspace))
         failures = sorted([*plan.skipped, *watcher.failures], key=lambda failure: failure.name)
-        workspace.finish(rows, failures, shard_size, _metadata(recipe, resolved, model_name, processor.info))
+        metadata = _metadata(recipe, resolved, model_name, processor.info)
+        metadata.device_memory = budget.num_bytes if plan.tasks else workspace.recorded_device_memory()
+        workspace.finish(rows, failures, shard_size, metadata)
     buckets = count_buckets(row for row in rows if row.repeat == 0)
     return _result(
         plan,
@@ -181,6 +196,7 @@ def prepare(
         buckets,
         count_buckets(rows),
         watcher=watcher,
+        device_memory=budget.num_bytes,
         num_damaged=len({row.source_name for row in rows if row.damage}),
     )
 
@@ -278,6 +294,7 @@ def _result(
     *,
     dry_run: bool = False,
     watcher: Watcher | None = None,
+    device_memory: int | None = None,
     num_damaged: int = 0,
 ) -> PrepareResult:
     failures = [*plan.skipped, *(watcher.failures if watcher else [])]
@@ -300,6 +317,7 @@ def _result(
         captions=dict(plan.captions),
         caption_problems=plan.caption_problems,
         devices=tuple(devices),
+        device_memory=device_memory,
         duration_s=time.monotonic() - started,
         size_bytes=0 if dry_run else sum(p.stat().st_size for p in output.rglob("*") if p.is_file()),
         psnr_db=watcher.psnr_db if watcher else {},

@@ -36,7 +36,7 @@ RECIPE_VERSION = 1
 class Recipe:
     """Everything that decides the content of a cache, up to rounding.
 
-    The last bits also depend on the device and the batch size.
+    The last bits also depend on the device, the memory budget and the batch size.
 
     >>> Recipe(processor="flux", max_pixels=1024 * 1024)
     """

@@ -29,7 +29,7 @@ def verify_cache(
     Args:
         cache_dir: A finished cache, written by Latentry or by NeMo AutoModel.
         decode: Load the cache's model, decode each latent, and compare it with its input.
-        device: Where to decode: ``auto`` (a GPU if there is one), ``cpu`` or ``cuda:0``.
+        device: Where to decode: ``auto`` (a GPU if there is one), ``cpu``, ``cuda:0``, ``xpu:0`` or ``mps``.
         on_progress: Called with the number of checked samples and the number of all samples.
     """
     folder = Path(cache_dir).expanduser().absolute()

@@ -15,8 +15,8 @@ import signal
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -29,7 +29,7 @@ from latentry.encode.recipe import ResolvedRecipe
 from latentry.encode.running.memory import load_within_memory
 from latentry.encode.running.pipeline import CHECKPOINT_INTERVAL_S, MAX_FAILURES, Outcome, TaskRunner
 from latentry.errors import LatentryError, RunError
-from latentry.hardware import num_cores
+from latentry.hardware import as_current_device, is_out_of_memory, memory_limit, num_cores
 from latentry.processors import Processor, processor_class
 from latentry.sources.folder import SourceFolders
 from latentry.types import Task
@@ -62,7 +62,9 @@ class Job:
     checkpoint_interval_s: float = CHECKPOINT_INTERVAL_S
     """How often the finished samples of a running task are made durable."""
     device_memory: float = math.inf
-    """The bytes of each device's memory that may be used."""
+    """The bytes of a device's memory that each worker may use."""
+    limit_device_memory: bool = False
+    """Whether torch must not allocate more than that."""
 
 
 Reporter = Callable[[str, Outcome], None]
@@ -86,8 +88,11 @@ def _run_on_device(
     cores = max(1, num_cores() // num_workers)
     if num_workers > 1:
         torch.set_num_threads(cores)
-    # CUDA kernels, events and graphs belong to the current device.
-    with torch.cuda.device(device) if device.startswith("cuda") else nullcontext():
+    with (
+        as_current_device(device),
+        memory_limit(device, job.device_memory) if job.limit_device_memory else nullcontext(),
+        _device_errors_in_one_line(device),
+    ):
         processor = _load(job, device)
         runner = TaskRunner(
             processor,
@@ -118,6 +123,26 @@ def _load(job: Job, device: str) -> Processor:
         )
 
     return load_within_memory(load, job.device_memory, torch.device(device))
+
+
+@contextmanager
+def _device_errors_in_one_line(device: str) -> Iterator[None]:
+    """Say in one line that torch has no kernel for an operation of the model, or that memory ran out unexpectedly."""
+    try:
+        yield
+    except NotImplementedError as error:
+        if "aten::" not in str(error):
+            raise
+        reason = str(error).strip().partition("\n")[0].partition(". ")[0]
+        remedy = "set PYTORCH_ENABLE_MPS_FALLBACK=1, or use" if device == "mps" else "use"
+        raise RunError(f"torch cannot run the model on {device}: {reason}; {remedy} --devices cpu") from None
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        raise RunError(
+            f"{device} ran out of memory; finished samples are kept: free memory on it or set a smaller --device_memory, "
+            "then rerun the same command to resume"
+        ) from None
 
 
 # ---- several devices ------------------------------------------------------------------------

@@ -190,6 +190,9 @@ class DiffusersProcessor(Processor, ABC):
             other_text=self._texts.other_bytes + fp8.working_bytes(self._texts.layers),
             caption=self._texts.caption_bytes,
         )
+        if self._device.type == "mps":
+            # Its memory is main memory: weights that wait there would take just as much of it.
+            budget = max(budget, sizes.budget_for_all)
         return plan_memory(sizes, budget)
 
     def _sometimes_on_device(self) -> dict[str, list[torch.Tensor]]:
@@ -253,6 +256,7 @@ class DiffusersProcessor(Processor, ABC):
         self._device_memory = min(0.75 * too_much, available_memory(self._device) + held)
         if math.isinf(self._device_memory):
             return False  # a CPU
+        before = self.memory_plan
         try:
             self.memory_plan = self._plan(self._device_memory)
         except RunError:
@@ -261,8 +265,10 @@ class DiffusersProcessor(Processor, ABC):
                 f"about {gigabytes(1.25 * too_much)} would do: free memory on the device, or choose a smaller resolution or "
                 "fewer frames"
             ) from None
+        if self.memory_plan == before:
+            return False
         logger.warning(
-            "the device ran out of memory: encoding goes on with %s of it (%s)",
+            "the device ran out of memory: encoding continues with %s of it (%s)",
             gigabytes(self._device_memory),
             self.memory_plan,
         )
@@ -294,7 +300,7 @@ class DiffusersProcessor(Processor, ABC):
 
     @torch.inference_mode()
     def decode_latents(self, latents: torch.Tensor) -> torch.Tensor:
-        """Decode one sample after the other where memory is tight, in tiles if need be."""
+        """Decode one sample after the other where memory is tight, and in tiles if that is still too much."""
         needed = self.decoder_bytes_per_pixel * math.prod(latents.shape[2:])
         needed *= self.info.spatial_factor**2 * self._dtype.itemsize // 2
         needed *= self.info.temporal_factor if latents.ndim == 5 else 1

@@ -43,6 +43,9 @@ class PrepareResult:
     """Caption files that could not be used: name to reason."""
     devices: tuple[str, ...]
     """The devices that encoded."""
+    device_memory: int | None = None
+    """The bytes of each device's memory that each worker could use. None on a CPU, if nothing was encoded, and in a plan
+    for which it was not given."""
     duration_s: float
     """Wall-clock time of the whole run, planning included."""
     size_bytes: int
@@ -102,6 +105,7 @@ class PrepareResult:
             "captions": dict(self.captions),
             "caption_problems": dict(self.caption_problems),
             "devices": list(self.devices),
+            "device_memory": self.device_memory,
             "duration_s": round(self.duration_s, 3),
             "samples_per_s": round(self.samples_per_s, 3),
             "size_bytes": self.size_bytes,

@@ -10,6 +10,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from latentry.byte_sizes import in_gb
 from latentry.counted import counted
 from latentry.report.summary import PrepareResult
 from latentry.types import Bucket, Failure
@@ -116,6 +117,9 @@ def _totals(result: PrepareResult) -> str:
     text = ", ".join(parts)
     if not result.dry_run:
         text += f"; {result.duration_s:.1f} s on {', '.join(result.devices)}"
+        if result.device_memory is not None:
+            text += f" with {in_gb(result.device_memory)} of memory"
+            text += " each" if len(result.devices) > 1 else ""
         text += f" ({result.samples_per_s:.1f} samples/s)"
         text += f"; {result.size_bytes / 1e6:.1f} MB in {result.output_dir}"
     return text

@@ -21,6 +21,7 @@ from latentry.cache.read.buffer_pool import BufferPool
 from latentry.cache.read.read_threads import ReadThreads
 from latentry.cache.read.resources import ReadResources
 from latentry.errors import ConfigError, StateError
+from latentry.hardware import devices_of_machine, has_device
 from latentry.serve.accelerate_hooks import AccelerateHooks
 from latentry.serve.collate import Batch
 from latentry.serve.progress import EpochIteration
@@ -85,8 +86,8 @@ class LoaderConfig:
             raise ConfigError(
                 f"device is {self.device!r}; write for example 'cuda', 'cuda:1' or 'cpu'"
             ) from None
-        if device.type == "cuda" and not torch.cuda.is_available():
-            raise ConfigError(f"device is {self.device!r}, but there is no CUDA device; use 'cpu'")
+        if not has_device(self.device if isinstance(self.device, str) else device):
+            raise ConfigError(f"device is {str(self.device)!r}, but {devices_of_machine()}")
         return device
 
 
@@ -211,7 +212,8 @@ class LatentDataLoader(AccelerateHooks, DataLoader[Any]):
         return read
 
     def _to_device(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(self.device, non_blocking=True)
+        # Without waiting only for CUDA: elsewhere, the buffer could be reused before the copy is made.
+        return tensor.to(self.device, non_blocking=self.device is not None and self.device.type == "cuda")
 
     def set_epoch(self, epoch: int) -> None:
         """Use this epoch's shuffle, from its beginning.

@@ -20,7 +20,7 @@ _T5_SHAPE: dict[str, Any] = {
     "d_model": 32,
     "d_kv": 8,
     "d_ff": 37,
-    "num_layers": 2,
+    "num_layers": 3,
     "num_heads": 4,
     "feed_forward_proj": "gated-gelu",
     "relative_attention_num_buckets": 8,

@@ -11,6 +11,7 @@ import torch
 from latentry.cache.latent_checks import latent_problem
 from latentry.cache.write.sample_data import image_data, video_data
 from latentry.errors import ConfigError, LatentryError
+from latentry.hardware import available_memory
 from latentry.processors import Processor, processor_class
 from latentry.seeds import derived_seed
 from latentry.types import Bucket, Caption, PlannedSample, ProcessorInfo, SourceFile
@@ -37,8 +38,11 @@ class _Adapter(BaseModelProcessor):
 
     def load_models(self, model_name: str | None, device: str | torch.device) -> Models:
         device = torch.device(device)
-        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-        return {"processor": processor_class(self.name)(model_name or self.default_model_name, device, dtype)}
+        dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+        processor = processor_class(self.name)(
+            model_name or self.default_model_name, device, dtype, device_memory=available_memory(device)
+        )
+        return {"processor": processor}
 
     def encode_text(self, prompt: str, models: Models, device: str | torch.device) -> Encodings:
         return {key: column.cpu() for key, column in _loaded(models).encode_texts([prompt]).items()}

@@ -1,6 +1,6 @@
 """A cache that is being made: who works on it, what is committed, and how it is finished.
 
-During a run the folder holds ``.latentry/``: a lock, the recipe, and the commits. Rows become part of the cache in one
+During a run the folder holds ``.latentry/``: a lock, the recipe, the memory budget, and the commits. Rows become part of the cache in one
 step at the end, when ``metadata.json`` is replaced. Until then an earlier cache in the folder stays as it is, even if it
 is being overwritten. What an interrupted run leaves behind is either committed and used, or removed when the next run
 finishes.
@@ -66,6 +66,7 @@ class Workspace:
         self.locator = FileLocator(folder)
         """Finds the files that rows name."""
         self._recipe = folder / _WORK / "recipe.json"
+        self._device_memory = folder / _WORK / "device_memory.json"
         self._overwriting = folder / _WORK / "overwriting"
         self._failed_before = folder / _WORK / FAILURES_NAME
         """The failures of the finished cache, while those of an unfinished run are in its place."""
@@ -140,6 +141,19 @@ class Workspace:
                 "output_dir, or replace it with --overwrite"
             )
         return finished.recipe
+
+    def unfinished_device_memory(self) -> int | None:
+        """The memory budget of a run that has not finished, in bytes; None if it had none."""
+        if not self._device_memory.is_file():
+            return None
+        return int(decode_json(self._device_memory, int))
+
+    def recorded_device_memory(self) -> int | None:
+        """The memory budget of the last run that encoded something, finished or not; None if it had none."""
+        if (unfinished := self.unfinished_device_memory()) is not None or self._overwriting.exists():
+            return unfinished
+        finished = self.finished()
+        return finished.device_memory if finished is not None else None
 
     def rows(self, fingerprint: str) -> dict[str, Row]:
         """All usable rows of this recipe by sample name: the finished cache's, then those of interrupted runs.
@@ -234,8 +248,20 @@ class Workspace:
         same = self.unfinished_recipe() == json.loads(json.dumps(recipe))
         if overwrite and not (same and self._overwriting.exists()):
             self._commits.clear()
+            self.record_device_memory(None)
             self._overwriting.touch()
         write_text(self._recipe, json.dumps(recipe))
+
+    def record_device_memory(self, num_bytes: int | None) -> None:
+        """Record the memory budget of this run before it encodes anything.
+
+        Args:
+            num_bytes: The budget; None if the run has none.
+        """
+        if num_bytes is None:
+            self._device_memory.unlink(missing_ok=True)
+        else:
+            write_text(self._device_memory, json.dumps(num_bytes))
 
     def commit(self, commit: Commit) -> None:
         """Make the outcome of a task, or of its first samples, durable in one step."""

@@ -16,7 +16,7 @@ def add_run_flags(parser: argparse.ArgumentParser) -> None:
         "--devices",
         metavar="DEVICES",
         default="auto",
-        help="use cpu, or GPUs such as cuda:0,cuda:1 (default: auto, every GPU or else the CPU)",
+        help="use cpu, mps, or GPUs such as cuda:0,cuda:1 or xpu:0 (default: auto, every GPU or else the CPU)",
     )
     add_flag(
         run,
@@ -24,6 +24,12 @@ def add_run_flags(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         type=whole_number(1),
         help="encode N samples together (default: as many as fit on the GPU; 1 on a CPU and for clips)",
+    )
+    add_flag(
+        run,
+        "--device_memory",
+        metavar="SIZE",
+        help="use at most SIZE, such as 12GB, of each GPU's memory (default: what is free when the run starts)",
     )
     add_flag(
         run,
@@ -71,6 +77,7 @@ def add_output_flags(parser: Any) -> None:
 def run_arguments(options: argparse.Namespace) -> dict[str, Any]:
     """The arguments of ``prepare()`` that these flags give."""
     names = (
-        "devices", "batch_size", "shard_size", "verify", "damaged", "max_failures", "overwrite", "dry_run",
+        "devices", "batch_size", "device_memory", "shard_size", "verify", "damaged", "max_failures", "overwrite",
+        "dry_run",
     )  # fmt: skip
     return {name: getattr(options, name) for name in names}

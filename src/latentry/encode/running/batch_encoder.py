@@ -61,7 +61,8 @@ class BatchEncoder:
         """Encodes the captions."""
 
     @property
-    def on_gpu(self) -> bool:
+    def is_asynchronous(self) -> bool:
+        """Whether the device works on while this process does something else. Only CUDA is used like that."""
         return self._device.type == "cuda"
 
     def batch_size(self, bucket: Bucket) -> int:
@@ -84,10 +85,12 @@ class BatchEncoder:
         if batch[0].stored is not None:
             return self._queue_captions(running, batch)
         crops = [decoded.crop.pixels for decoded in batch]
-        pixels = torch.empty((len(crops), *crops[0].shape), dtype=torch.uint8, pin_memory=self.on_gpu)
+        pixels = torch.empty(
+            (len(crops), *crops[0].shape), dtype=torch.uint8, pin_memory=self.is_asynchronous
+        )
         torch.stack(crops, out=pixels)
         captions = self._captions(running, batch)
-        on_device = pixels.to(self._device, non_blocking=True)
+        on_device = pixels.to(self._device, non_blocking=self.is_asynchronous)
         seeds = self._seeds(batch)
         latents = self._memory.call(
             lambda part: {
@@ -124,8 +127,8 @@ class BatchEncoder:
         return [[take(running.captions, text) for text in d.sample.caption.texts] for d in batch]
 
     def _event(self) -> torch.cuda.Event | None:
-        """An event after everything that is queued; None on a CPU, where nothing is."""
-        if not self.on_gpu:
+        """An event after everything that is queued; None where nothing is."""
+        if not self.is_asynchronous:
             return None
         event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self._device))

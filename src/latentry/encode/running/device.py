@@ -14,16 +14,19 @@ _SWITCH_INTERVAL_S = 1e-4
 
 
 def to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """Copy a GPU tensor to pinned memory without waiting for it. A tensor in main memory is returned as it is."""
+    """Copy a tensor to main memory; from CUDA to pinned memory without waiting, from other GPUs with waiting.
+
+    A tensor in main memory is returned as it is.
+    """
     if not tensor.is_cuda:
-        return tensor
+        return tensor.cpu()
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     return host.copy_(tensor, non_blocking=True)
 
 
 def copy_to_host(tensor: torch.Tensor) -> torch.Tensor:
     """Like ``to_host``, but always a copy: the result shares no memory with the tensor."""
-    return to_host(tensor) if tensor.is_cuda else tensor.clone()
+    return tensor.clone() if tensor.device.type == "cpu" else to_host(tensor)
 
 
 def single_threaded_pool(num_threads: int) -> ThreadPoolExecutor:

@@ -117,11 +117,11 @@ class TaskRunner:
         """Encode, write and commit the tasks' samples."""
         queued: deque[QueuedBatch | RunningTask] = deque()
         closing: deque[RunningTask] = deque()
-        on_gpu = self._encoder.on_gpu
-        max_queued = _MAX_QUEUED_BATCHES if on_gpu else 0
-        max_closing = _MAX_CLOSING_TASKS if on_gpu else 0
+        is_asynchronous = self._encoder.is_asynchronous
+        max_queued = _MAX_QUEUED_BATCHES if is_asynchronous else 0
+        max_closing = _MAX_CLOSING_TASKS if is_asynchronous else 0
         with (
-            gpu_feeding_priority() if on_gpu else nullcontext(),
+            gpu_feeding_priority() if is_asynchronous else nullcontext(),
             single_threaded_pool(self._num_threads) as readers,
             WriterThreads.running(_NUM_WRITER_THREADS) as writers,
         ):

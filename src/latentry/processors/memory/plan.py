@@ -57,6 +57,12 @@ class ModelSizes:
         return self.num_text_layers * self.text_layer + self.other_text
 
     @property
+    def budget_for_all(self) -> int:
+        """The device memory with which everything can stay on the device."""
+        weights = self.vae_encoder + self.decoder + self.image_encoder + self.text
+        return RESERVED_BYTES + weights + TEXT_BATCH_SIZE * self.caption + FULL_SPEED_BYTES
+
+    @property
     def smallest_budget(self) -> int:
         """The least device memory with which the model can be used at all."""
         streamed = self.other_text + _PLACES_FOR_STREAMING * self.text_layer + self.caption
@@ -98,9 +104,8 @@ def plan_memory(sizes: ModelSizes, budget: float) -> MemoryPlan:
             f"this model needs at least {gigabytes(sizes.smallest_budget)} of device memory, and "
             f"{gigabytes(budget)} may be used; free memory on the device or raise --device_memory, or use --devices cpu"
         )
-    usable = budget - RESERVED_BYTES - sizes.vae_encoder
-    left = usable - sizes.decoder - sizes.image_encoder - sizes.text - TEXT_BATCH_SIZE * sizes.caption
-    if left >= FULL_SPEED_BYTES:
+    if budget >= sizes.budget_for_all:
+        left = budget - sizes.budget_for_all + FULL_SPEED_BYTES
         return MemoryPlan(
             text="together",
             num_text_layers=sizes.num_text_layers,
@@ -108,6 +113,7 @@ def plan_memory(sizes: ModelSizes, budget: float) -> MemoryPlan:
             pixel_bytes=left,
             num_graphs=2 if left >= SEVERAL_GRAPHS_BYTES else 1,
         )
+    usable = budget - RESERVED_BYTES - sizes.vae_encoder
     for_layers_and_captions = usable - sizes.other_text
     text_batch_size = TEXT_BATCH_SIZE
     while (
