@@ -205,6 +205,8 @@ class ProcessorInfo:
     patch: int = 2
     """Latent positions per token of the transformer, along each side."""
     latent_channels: int = 16
+    text_dtypes: tuple[str, ...] = ("auto",)
+    """What the weights of its text encoders can be stored in: ``auto``, and ``fp8`` if it can quantise them."""
     model_version: str = ""
     """The release of the model, recorded in the cache files of videos."""
     version: int = 1

@@ -135,4 +135,4 @@ def test_flag(tmp_path, capsys):
     assert json.loads(out)["failures"] == [{"name": "hdr.png", "reason": reason}]
     status, _, err = run_main(capsys, *command, tmp_path / "all", "--hdr", "skip")
     assert status == 1
-    assert "hdr was None, now 'skip'" in err
+    assert "hdr was 'tonemap', now 'skip'" in err

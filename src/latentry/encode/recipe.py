@@ -28,6 +28,7 @@ from latentry.sources.captions import CAPTION_FALLBACKS, CAPTION_FORMATS, Captio
 from latentry.types import ProcessorInfo
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
+TEXT_DTYPES = ("auto", "fp8")
 RECIPE_VERSION = 1
 
 
@@ -66,6 +67,9 @@ class Recipe:
     dtype: str = "auto"
     """What the model computes in: ``auto``, ``float32``, ``float16`` or ``bfloat16``. ``auto`` is bfloat16 on a GPU
     and float32 on a CPU."""
+    text_dtype: str = "auto"
+    """What the weights of text encoders are stored in: ``auto`` for what the model computes in, or ``fp8`` for 8 bits,
+    which takes half the memory and gives other embeddings."""
     output_format: str = "pt"
     """``pt``, ``meta`` or ``safetensors`` for one file per sample, ``packed`` for shards."""
     stochastic: bool = False
@@ -98,6 +102,7 @@ class Recipe:
             ("caption_format", self.caption_format, CAPTION_FORMATS),
             ("caption_fallback", self.caption_fallback, CAPTION_FALLBACKS),
             ("dtype", self.dtype, DTYPES),
+            ("text_dtype", self.text_dtype, TEXT_DTYPES),
             ("output_format", self.output_format, OUTPUT_FORMATS),
             ("hdr", self.hdr, HDR_MODES),
         ):
@@ -190,6 +195,7 @@ class ResolvedRecipe:
     video: VideoOptions | None
     size: tuple[int, int] | None
     hdr: str = "tonemap"
+    text_dtype: str = "auto"
     aspect_ratios: tuple[tuple[int, int], ...] | None = None
 
     @classmethod
@@ -249,10 +255,12 @@ class ResolvedRecipe:
 
 
 def _flat(recorded: Mapping[str, Any]) -> dict[str, Any]:
-    """A recorded recipe with the options of videos beside the others, as users give them."""
+    """A recorded recipe with its defaults filled in and the options of videos beside the others, as users give them."""
+    defaults = {field.name: field.default for field in fields(ResolvedRecipe) if field.default is not MISSING}
+    del defaults["recipe_version"]  # it is always recorded
     video = recorded.get("video")
     options = with_old_defaults(video) if isinstance(video, dict) else {}
-    return {**recorded, "video": bool(video), **options}
+    return {**defaults, **recorded, "video": bool(video), **options}
 
 
 def resolve_recipe(recipe: Recipe, info: ProcessorInfo, weights: str, *, on_gpu: bool) -> ResolvedRecipe:
@@ -266,6 +274,11 @@ def resolve_recipe(recipe: Recipe, info: ProcessorInfo, weights: str, *, on_gpu:
     """
     _check_sizes(recipe, info.quantum, info.temporal_factor)
     _check_bucket_step(recipe, info)
+    if recipe.text_dtype not in info.text_dtypes:
+        raise ConfigError(
+            f"text_dtype is {recipe.text_dtype!r}, but {info.name} has no text encoder that can be quantised; leave "
+            "it out"
+        )
     dtype = recipe.dtype
     if dtype == "auto":
         dtype = "bfloat16" if on_gpu else "float32"
@@ -286,6 +299,7 @@ def resolve_recipe(recipe: Recipe, info: ProcessorInfo, weights: str, *, on_gpu:
         video=recipe.video,
         size=recipe.size,
         hdr=recipe.hdr,
+        text_dtype=recipe.text_dtype,
         aspect_ratios=recipe.bucket_shapes(),
     )
 

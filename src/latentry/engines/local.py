@@ -115,7 +115,11 @@ def _run_on_device(
 def _load(job: Job, device: str) -> Processor:
     def load(budget: float) -> Processor:
         return processor_class(job.recipe.processor)(
-            job.model_name, torch.device(device), getattr(torch, job.recipe.dtype), device_memory=budget
+            job.model_name,
+            torch.device(device),
+            getattr(torch, job.recipe.dtype),
+            text_dtype=job.recipe.text_dtype,
+            device_memory=budget,
         )
 
     return load_within_memory(load, job.device_memory, torch.device(device))

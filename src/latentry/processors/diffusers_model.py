@@ -16,6 +16,7 @@ import torch
 
 from latentry.errors import ModelError, RunError
 from latentry.hardware import available_memory, release_cached_memory, runs_fused_encoders
+from latentry.processors import fp8
 from latentry.processors.base import Processor, StackedFields
 from latentry.processors.fused.cuda_graphs import GraphedFunction
 from latentry.processors.memory.offload import OffloadedWeights, num_bytes, weights_of
@@ -145,6 +146,8 @@ class DiffusersProcessor(Processor, ABC):
     ) -> None:
         self._device, self._dtype = device, dtype
         self._text_dtype, self._device_memory = text_dtype, device_memory
+        if text_dtype == "fp8":
+            fp8.require_support(device)
 
     def _folder(self, model_name: str, *packages: str) -> Path:
         """The model's folder, after a check that the packages to load it are installed."""
@@ -159,6 +162,10 @@ class DiffusersProcessor(Processor, ABC):
             texts: The text encoders.
             image_encoder: A model that makes further fields from pixels.
         """
+        if self._text_dtype == "fp8" and not fp8.quantize(texts.layers, self._device):
+            raise ModelError(
+                f"the text encoder of {self.info.name} has no linear layers to quantise; leave out text_dtype"
+            )
         self._vae, self._texts = vae, texts
         self._occasional = {"decoder": vae.decoder, "image_encoder": image_encoder}
         self._offloaded: dict[str, OffloadedWeights] = {}
@@ -183,7 +190,7 @@ class DiffusersProcessor(Processor, ABC):
             **{name: num_bytes(weights) for name, weights in self._sometimes_on_device().items()},
             num_text_layers=len(self._texts.layers),
             text_layer=self._texts.layer_bytes,
-            other_text=self._texts.other_bytes,
+            other_text=self._texts.other_bytes + fp8.working_bytes(self._texts.layers),
             caption=self._texts.caption_bytes,
         )
         if self._device.type == "mps":

@@ -36,6 +36,7 @@ class FluxProcessor(DiffusersProcessor):
         default_model_name="black-forest-labs/FLUX.1-dev",
         spatial_factor=8,
         version=2,
+        text_dtypes=("auto", "fp8"),
     )
     components = ("vae", "text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2")
     bytes_per_pixel = 1600  # 1.6 GB for 1024x1024 on an H200

@@ -73,6 +73,7 @@ class HunyuanProcessor(DiffusersProcessor):
         patch=1,
         latent_channels=32,
         version=2,
+        text_dtypes=("auto", "fp8"),
     )
     components = ("vae", "text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2")
     optional_components = ("image_encoder", "feature_extractor")

@@ -38,6 +38,7 @@ class WanProcessor(DiffusersProcessor):
         temporal_factor=4,
         quantum=16,
         version=2,
+        text_dtypes=("auto", "fp8"),
     )
     components = ("vae", "text_encoder", "tokenizer")
     bytes_per_pixel = 130  # 4 GB for 81 frames of 832x480 on an H200
@@ -138,4 +139,5 @@ class Wan22Processor(WanProcessor):
         spatial_factor=8,
         temporal_factor=4,
         quantum=16,
+        text_dtypes=("auto", "fp8"),
     )

@@ -46,6 +46,14 @@ def add_encoding_flags(parser: argparse.ArgumentParser, media: str, *, output_fo
     )
     add_flag(
         group,
+        "--text_dtype",
+        choices=("auto", "fp8"),
+        default="auto",
+        help="store the weights of text encoders in 8 bits with fp8: half the memory, other embeddings (default: auto, "
+        "as --dtype)",
+    )
+    add_flag(
+        group,
         "--output_format",
         choices=("meta", "pt", "safetensors", "packed"),
         default=output_format,
@@ -79,5 +87,5 @@ def add_encoding_flags(parser: argparse.ArgumentParser, media: str, *, output_fo
 
 def encoding_fields(options: argparse.Namespace) -> dict[str, Any]:
     """The fields of a ``Recipe`` that these flags give."""
-    names = ("processor", "model_name", "dtype", "output_format", "stochastic", "seed")
+    names = ("processor", "model_name", "dtype", "text_dtype", "output_format", "stochastic", "seed")
     return {name: getattr(options, name) for name in names}

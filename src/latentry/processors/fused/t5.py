@@ -24,6 +24,10 @@ from latentry.processors.memory.offload import StreamedLayers
 
 _CHECK_LENGTH = 40
 
+_LINEAR = OneOf(
+    linear(bias=False),
+    Described(parameters={"quantized": (None, None), "scale": (None, 1)}),  # fp8.Fp8Linear
+)
 _NORM = Described(parameters={"weight": (None,)})
 _ATTENTION = Described(
     children={
@@ -31,10 +35,10 @@ _ATTENTION = Described(
         "dropout": DROPOUT,
         "SelfAttention": Described(
             children={
-                "q": linear(bias=False),
-                "k": linear(bias=False),
-                "v": linear(bias=False),
-                "o": linear(bias=False),
+                "q": _LINEAR,
+                "k": _LINEAR,
+                "v": _LINEAR,
+                "o": _LINEAR,
                 "relative_attention_bias": OneOf(Absent(), EMBEDDING),
             },
             is_decoder=False,
@@ -47,9 +51,9 @@ _FEED_FORWARD = Described(
         "dropout": DROPOUT,
         "DenseReluDense": Described(
             children={
-                "wi_0": linear(bias=False),
-                "wi_1": linear(bias=False),
-                "wo": linear(bias=False),
+                "wi_0": _LINEAR,
+                "wi_1": _LINEAR,
+                "wo": _LINEAR,
                 "dropout": DROPOUT,
                 "act": Anything(),  # named by the configuration
             }

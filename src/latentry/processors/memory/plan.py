@@ -48,7 +48,7 @@ class ModelSizes:
     text_layer: int
     """The weights of one of them."""
     other_text: int
-    """The other weights of all text encoders, such as embeddings."""
+    """The other weights of all text encoders, such as embeddings, and what layers with 8-bit weights work in."""
     caption: int
     """The working memory for each caption of a batch."""
 
