@@ -18,9 +18,10 @@ from latentry.cache.latent_checks import psnr_db
 from latentry.errors import ConfigError, ModelError
 from latentry.media.images import decode_image, fit_to_bucket
 from latentry.processors import PROCESSORS, processor_class
-from latentry.processors.diffusers_model import folder_identity, padded_tokens
 from latentry.processors.flux import FluxProcessor
+from latentry.processors.model_folder import folder_identity
 from latentry.processors.tiny import TinyProcessor
+from latentry.processors.tokens import padded_tokens
 
 CPU = torch.device("cpu")
 CAPTIONS = ["a photo of a cat", "the quick brown fox, 85mm", ""]

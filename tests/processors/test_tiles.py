@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
-from latentry.processors.tiles import OVERLAP, encode_tiles, tile_size
+from latentry.processors.tiles import OVERLAP, decode_tiles, encode_tiles, tile_size
 
 sides = st.integers(1, 40).map(lambda n: 16 * n)
 
@@ -31,6 +31,17 @@ def test_tiles_of_any_size_give_the_whole(height, width, most_pixels):
     assert set(seen) == {size}, "one shape, so that one CUDA graph serves all tiles"
     assert size[0] * size[1] <= most_pixels or max(size) <= 2 * OVERLAP
     assert size[0] % 16 == size[1] % 16 == 0
+
+
+@given(sides, sides, st.integers(1, 700_000))
+def test_decoding_in_tiles_of_any_size_gives_the_whole(height, width, most_pixels):
+    size = tile_size(height, width, 16, lambda h, w: h * w <= most_pixels)
+    latents = torch.rand(1, 3, height // 8, width // 8)
+
+    def decode(tile: torch.Tensor) -> torch.Tensor:
+        return F.interpolate(tile, scale_factor=8)
+
+    assert torch.allclose(decode_tiles(decode, latents, size, 8), decode(latents), atol=1e-5)
 
 
 def test_clips_are_tiled_in_space_only():

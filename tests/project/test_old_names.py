@@ -32,7 +32,7 @@ OLD = {
     "latentry.media.kinds": ["Cut", "Extent", "Images", "Medium", "VideoChoices", "Videos"],
     "latentry.processors.gpu": [],
     "latentry.processors.gpu.causal": ["FirstConv", "Memory", "Stretches", "conv2d", "conv3d"],
-    "latentry.processors.gpu.fused": ["attend", "free_bytes", "group_norm", "norm_rows"],
+    "latentry.processors.gpu.fused": ["attend", "group_norm", "norm_rows"],
     "latentry.processors.gpu.replay": ["Replayed"],
     "latentry.processors.gpu.t5": ["TextEncoder"],
 }  # fmt: skip

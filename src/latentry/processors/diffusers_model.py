@@ -1,9 +1,7 @@
-"""What processors of models in the diffusers layout share: finding, identifying and loading a model, and its VAE."""
+"""What processors of models in the diffusers layout share: what is on the device and when, and batches that fit."""
 
 from __future__ import annotations
 
-import hashlib
-import importlib.util
 import logging
 import math
 from abc import ABC, abstractmethod
@@ -22,105 +20,11 @@ from latentry.processors.fused.cuda_graphs import GraphedFunction
 from latentry.processors.memory.offload import OffloadedWeights, num_bytes, weights_of
 from latentry.processors.memory.plan import MemoryPlan, ModelSizes, gigabytes, plan_memory
 from latentry.processors.memory.text_encoders import TextEncoders
-from latentry.processors.vae import VaeEncoder, tiled_decoding
-from latentry.storage import content_digest
+from latentry.processors.model_folder import folder_identity, model_folder, require_packages
+from latentry.processors.tiles import decode_tiles, tile_size
+from latentry.processors.vae import VaeEncoder
 
 logger = logging.getLogger(__name__)
-
-_INSTALL = "pip install 'latentry[models]'"
-
-
-def require_packages(*packages: str) -> None:
-    """Raise an error that names the install command if one of these packages is missing."""
-    missing = [package for package in packages if importlib.util.find_spec(package) is None]
-    if missing:
-        raise ModelError(f"this processor needs {', '.join(missing)}; install with: {_INSTALL}")
-
-
-def model_folder(
-    model_name: str, components: tuple[str, ...], optional: tuple[str, ...] = (), *, download: bool = True
-) -> Path:
-    """The folder that holds these components: ``model_name`` if it is a folder, else a download from the hub.
-
-    Args:
-        model_name: A folder or a hub name.
-        components: The folders that the model must have.
-        optional: Folders that it may have.
-        download: Ask the hub. Otherwise only what was downloaded before is used.
-    """
-    folder = Path(model_name).expanduser()
-    if not folder.is_dir():
-        folder = _from_hub(model_name, components + optional, download=download)
-    missing = [name for name in components if not (folder / name).is_dir()]
-    if missing:
-        raise ModelError(
-            f"{folder} has no folder {', '.join(missing)}; a model in the diffusers layout has "
-            f"{', '.join(components)} beside its model_index.json"
-        )
-    return folder
-
-
-def _from_hub(model_name: str, components: tuple[str, ...], *, download: bool) -> Path:
-    require_packages("huggingface_hub")
-    from huggingface_hub import snapshot_download
-
-    try:
-        patterns = ["model_index.json", *(f"{component}/*" for component in components)]
-        return Path(snapshot_download(model_name, allow_patterns=patterns, local_files_only=not download))
-    except Exception as error:  # the client raises its own classes and those of its HTTP library
-        reason = str(error).strip().partition("\n")[0]
-        raise ModelError(
-            f"model {model_name!r} is not a folder, and it could not be downloaded from the hub "
-            f"({type(error).__name__}: {reason}); download it first and pass its folder as --model_name"
-        ) from None
-
-
-def folder_identity(folder: Path, components: tuple[str, ...]) -> str:
-    """A digest of the components' files."""
-    digest = hashlib.blake2b(digest_size=16)
-    for component in components:
-        for path in sorted(p for p in (folder / component).rglob("*") if p.is_file()):
-            digest.update(f"{path.relative_to(folder).as_posix()} {content_digest(path)}\n".encode())
-    return digest.hexdigest()
-
-
-@contextmanager
-def loading(folder: Path) -> Iterator[None]:
-    """Raise errors of the model libraries as one ``ModelError``, and hide their progress bars."""
-    from diffusers.utils import logging as of_diffusers
-    from transformers.utils import logging as of_transformers
-
-    shown = [library for library in (of_diffusers, of_transformers) if library.is_progress_bar_enabled()]
-    for library in shown:
-        library.disable_progress_bar()
-    try:
-        yield
-    except (OSError, ValueError, KeyError) as error:
-        reason = str(error).strip().partition("\n")[0]
-        raise ModelError(f"the model in {folder} cannot be loaded: {reason}") from None
-    finally:
-        for library in shown:
-            library.enable_progress_bar()
-
-
-def padded_tokens(tokenizer: Any, captions: list[str], length: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids [B,length] and their mask, truncated and padded as the tokenizer itself does it.
-
-    The tokenizer's own padding creates a Python integer for every position, which takes several times as long as the
-    tokenizing.
-    """
-    if tokenizer.pad_token_id is None:
-        raise ModelError(
-            f"the model's {type(tokenizer).__name__} has no padding token; its folder is incomplete"
-        )
-    found = tokenizer(captions, max_length=length, truncation=True, return_attention_mask=False).input_ids
-    tokens = torch.full((len(captions), length), tokenizer.pad_token_id)
-    mask = torch.zeros_like(tokens)
-    for i, ids in enumerate(found):
-        span = slice(len(ids)) if tokenizer.padding_side == "right" else slice(length - len(ids), None)
-        tokens[i, span] = torch.tensor(ids)
-        mask[i, span] = 1
-    return tokens, mask
 
 
 class DiffusersProcessor(Processor, ABC):
@@ -303,19 +207,28 @@ class DiffusersProcessor(Processor, ABC):
 
     @torch.inference_mode()
     def decode_latents(self, latents: torch.Tensor) -> torch.Tensor:
-        """Decode one sample after the other where memory is tight, and in tiles if that is still too much."""
-        needed = self.decoder_bytes_per_pixel * math.prod(latents.shape[2:])
-        needed *= self.info.spatial_factor**2 * self._dtype.itemsize // 2
-        needed *= self.info.temporal_factor if latents.ndim == 5 else 1
+        """Decode one sample after the other where memory is short, and in tiles if that is still too much."""
         memory_bytes = self.memory_plan.pixel_bytes
         if self.memory_plan.num_graphs < 2:
-            self._encoder.stop_graphs()  # their memory is needed for decoding, after each batch
+            self._encoder.stop_graphs()  # decoding needs their memory after each batch
         if "decoder" in self._offloaded:
             memory_bytes -= self._offloaded["decoder"].num_bytes
-        step = len(latents) if len(latents) * needed <= memory_bytes else 1
-        tiles = tiled_decoding(self._vae) if needed > memory_bytes else nullcontext()
-        with self._on_device("decoder"), tiles:
-            return _joined([self._decode_latents(part) for part in torch.split(latents, step)])
+        factor = self.info.spatial_factor
+        num_frames = 1 if latents.ndim == 4 else (latents.shape[2] - 1) * self.info.temporal_factor + 1
+        pixel_bytes = self.decoder_bytes_per_pixel * num_frames * self._dtype.itemsize // 2
+        height, width = (side * factor for side in latents.shape[-2:])
+
+        def fits(tile_height: int, tile_width: int) -> bool:
+            return tile_height * tile_width * pixel_bytes <= memory_bytes
+
+        with self._on_device("decoder"):
+            if fits(len(latents) * height, width):
+                return self._decode_latents(latents)
+            size = tile_size(height, width, 2 * factor, fits)
+            decoded = [
+                decode_tiles(self._decode_latents, sample, size, factor) for sample in torch.split(latents, 1)
+            ]
+        return torch.cat(decoded).round_().to(torch.uint8)
 
     def media_fields(self, pixels: torch.Tensor) -> StackedFields:
         return {}

@@ -13,13 +13,15 @@ from typing import Any
 import torch
 
 from latentry.processors.base import StackedFields
-from latentry.processors.diffusers_model import DiffusersProcessor, loading, padded_tokens
+from latentry.processors.diffusers_model import DiffusersProcessor
 from latentry.processors.fused.clip import ClipEncoder
 from latentry.processors.fused.cuda_graphs import GraphedFunction
 from latentry.processors.fused.image_vae import ImageEncoder
 from latentry.processors.fused.self_check import checked_encoder
 from latentry.processors.fused.t5 import T5Encoder
 from latentry.processors.memory.text_encoders import TextEncoders
+from latentry.processors.model_folder import loading
+from latentry.processors.tokens import padded_tokens
 from latentry.processors.vae import scaled_pixels, to_device, unscaled_pixels
 from latentry.types import ProcessorInfo
 

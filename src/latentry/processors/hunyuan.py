@@ -13,9 +13,10 @@ from typing import Any
 import torch
 
 from latentry.processors.base import StackedFields
-from latentry.processors.diffusers_model import DiffusersProcessor, loading
+from latentry.processors.diffusers_model import DiffusersProcessor
 from latentry.processors.fused.hunyuan_vae import HunyuanEncoder
 from latentry.processors.memory.text_encoders import TextEncoders
+from latentry.processors.model_folder import loading
 from latentry.processors.vae import scaled_pixels, to_device, unscaled_pixels
 from latentry.types import ProcessorInfo
 

@@ -1,7 +1,7 @@
-"""Encoding in tiles: overlapping parts of an image or a clip, one after the other, blended into one latent.
+"""Tiles: overlapping parts of an image or a clip that are encoded or decoded one after the other, and blended.
 
-The last resort where memory is short. A tile does not see what is outside of it, so the latents differ a little from
-those of the whole. Tiles are as large as the memory allows, which makes the differences as small as possible.
+The last resort where memory is short. A tile does not see what is outside of it, so the results differ a little
+from those of the whole. Tiles are as large as the memory allows, which makes the differences as small as possible.
 """
 
 from __future__ import annotations
@@ -48,29 +48,59 @@ def encode_tiles(
     Args:
         encode: Encodes one tile.
         pixels: [B,3,H,W] or [B,3,T,H,W].
-        size: Height and width of a tile.
+        size: Height and width of a tile, in pixels.
         factor: Pixels per latent position.
     """
     height, width = pixels.shape[-2:]
-    tile_height, tile_width = size
+    return _blended(encode, pixels, (height, width), size, factor, in_unit=1, out_unit=factor)
+
+
+def decode_tiles(
+    decode: Callable[[torch.Tensor], torch.Tensor], latents: torch.Tensor, size: tuple[int, int], factor: int
+) -> torch.Tensor:
+    """Decode latents in tiles. Where tiles overlap, one fades into the other.
+
+    Args:
+        decode: Decodes one tile.
+        latents: [B,C,h,w] or [B,C,t,h,w].
+        size: Height and width of a tile, in pixels.
+        factor: Pixels per latent position.
+    """
+    height, width = (side * factor for side in latents.shape[-2:])
+    return _blended(decode, latents, (height, width), size, factor, in_unit=factor, out_unit=1)
+
+
+def _blended(
+    apply: Callable[[torch.Tensor], torch.Tensor],
+    tensor: torch.Tensor,
+    whole: tuple[int, int],
+    size: tuple[int, int],
+    factor: int,
+    *,
+    in_unit: int,
+    out_unit: int,
+) -> torch.Tensor:
+    """Apply a function to tiles and blend the results. A position has ``in_unit`` or ``out_unit`` pixels per side."""
+    shape = [side // out_unit for side in whole]
     blended = weights = None
-    for top in _starts(height, tile_height, factor):
-        for left in _starts(width, tile_width, factor):
-            tile = encode(pixels[..., top : top + tile_height, left : left + tile_width].contiguous()).float()
+    for top in _starts(whole[0], size[0], factor):
+        for left in _starts(whole[1], size[1], factor):
+            rows = slice(top // in_unit, (top + size[0]) // in_unit)
+            columns = slice(left // in_unit, (left + size[1]) // in_unit)
+            tile = apply(tensor[..., rows, columns].contiguous()).float()
             if blended is None or weights is None:
-                blended = tile.new_zeros(*tile.shape[:-2], height // factor, width // factor)
-                weights = tile.new_zeros(height // factor, width // factor)
-            y, x = top // factor, left // factor
+                blended, weights = tile.new_zeros(*tile.shape[:-2], *shape), tile.new_zeros(*shape)
+            y, x = top // out_unit, left // out_unit
             weight = torch.outer(
-                _fade(y, tile.shape[-2], len(weights), factor).to(tile),
-                _fade(x, tile.shape[-1], weights.shape[1], factor).to(tile),
+                _fade(y, tile.shape[-2], shape[0], out_unit).to(tile),
+                _fade(x, tile.shape[-1], shape[1], out_unit).to(tile),
             )
-            area = (..., slice(y, y + tile.shape[-2]), slice(x, x + tile.shape[-1]))
-            blended[area] += tile * weight
-            weights[area[1:]] += weight
+            ys, xs = slice(y, y + tile.shape[-2]), slice(x, x + tile.shape[-1])
+            blended[..., ys, xs] += tile * weight
+            weights[ys, xs] += weight
     assert blended is not None
     assert weights is not None
-    return blended / weights
+    return blended.div_(weights)
 
 
 def _starts(length: int, tile: int, factor: int) -> Sequence[int]:
@@ -82,10 +112,10 @@ def _starts(length: int, tile: int, factor: int) -> Sequence[int]:
     return [round(i * last / (count - 1) / factor) * factor for i in range(count)]
 
 
-def _fade(start: int, length: int, total: int, factor: int) -> torch.Tensor:
+def _fade(start: int, length: int, total: int, unit: int) -> torch.Tensor:
     """Weights along a side of a tile, which rise and fall where it has neighbours."""
     positions = torch.arange(length) + 0.5
-    overlap = OVERLAP / factor
+    overlap = OVERLAP / unit
     weights = torch.ones(length)
     if start > 0:
         weights = torch.minimum(weights, positions / overlap)

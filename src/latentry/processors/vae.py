@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -148,16 +147,6 @@ class VaeEncoder:
         batch_size = 1 if self._one_by_one else shape[0]
         num_pixels = batch_size * math.prod(shape[2:])
         return int(self._bytes_per_pixel * num_pixels * self._vae.dtype.itemsize // 2)
-
-
-@contextmanager
-def tiled_decoding(vae: Any) -> Iterator[None]:
-    """Let a VAE decode in tiles inside the context."""
-    vae.enable_tiling()
-    try:
-        yield
-    finally:
-        vae.disable_tiling()
 
 
 def _draw(posterior: Any, seeds: list[int]) -> torch.Tensor:

@@ -173,7 +173,9 @@ def make_hunyuan_pipeline(folder: Path, *, image_to_video: bool = True, seed: in
             )
         ),
         "tokenizer": tokenizer,
-        "text_encoder_2": T5EncoderModel(T5Config(vocab_size=len(glyph_tokenizer), **_T5_SHAPE)),
+        "text_encoder_2": T5EncoderModel(
+            T5Config(vocab_size=len(glyph_tokenizer), **{**_T5_SHAPE, "num_layers": 2})
+        ),
         "tokenizer_2": glyph_tokenizer,
         "vae": AutoencoderKLHunyuanVideo15(
             latent_channels=32,
