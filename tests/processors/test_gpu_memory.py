@@ -182,6 +182,15 @@ def test_real_sizes_fit_into_a_budget(family, budget_gb, whole_device, tmp_path,
             assert distance(sample[key], reference[name][key]) < CLOSE, f"{key} of {name}"
 
 
+@pytest.mark.parametrize("family", PROCESSOR_NAMES)
+def test_decoding_fits_into_the_budget_too(family, whole_device, tmp_path):
+    inputs, _ = whole_device(family)
+    result = inputs.encode(tmp_path / "cache", 8 * GB, verify=True)
+    assert torch.cuda.max_memory_reserved() <= 8 * GB
+    assert (result.num_encoded, result.failures) == (inputs.num_samples, ())
+    assert len(result.psnr_db) == inputs.num_samples
+
+
 def test_a_budget_that_is_too_small_is_one_line(whole_device, tmp_path):
     inputs, _ = whole_device("hunyuan")
     with pytest.raises(LatentryError) as found:
