@@ -21,7 +21,7 @@ from latentry.processors.memory.offload import OffloadedWeights, num_bytes, weig
 from latentry.processors.memory.plan import MemoryPlan, ModelSizes, gigabytes, plan_memory
 from latentry.processors.memory.text_encoders import TextEncoders
 from latentry.processors.model_folder import folder_identity, model_folder, require_packages
-from latentry.processors.tiles import decode_tiles, tile_size
+from latentry.processors.tiles import decode_tiles, largest_tiles
 from latentry.processors.vae import VaeEncoder
 
 logger = logging.getLogger(__name__)
@@ -224,9 +224,10 @@ class DiffusersProcessor(Processor, ABC):
         with self._on_device("decoder"):
             if fits(len(latents) * height, width):
                 return self._decode_latents(latents)
-            size = tile_size(height, width, 2 * factor, fits)
+            tiles = largest_tiles(height, width, 2 * factor, fits)
             decoded = [
-                decode_tiles(self._decode_latents, sample, size, factor) for sample in torch.split(latents, 1)
+                decode_tiles(self._decode_latents, sample, tiles, factor)
+                for sample in torch.split(latents, 1)
             ]
         return torch.cat(decoded).round_().to(torch.uint8)
 

@@ -11,7 +11,7 @@ import torch
 
 from latentry.processors.fused.cuda_graphs import GraphedFunction
 from latentry.processors.fused.self_check import checked_encoder
-from latentry.processors.tiles import encode_tiles, tile_size
+from latentry.processors.tiles import encode_tiles, largest_tiles
 
 logger = logging.getLogger(__name__)
 
@@ -126,17 +126,18 @@ class VaeEncoder:
         def fits(tile_height: int, tile_width: int) -> bool:
             return self._bytes_needed((1, *before, tile_height, tile_width)) <= left
 
-        size = tile_size(height, width, 2 * self._spatial_factor, fits)
+        tiles = largest_tiles(height, width, 2 * self._spatial_factor, fits)
         if not self._tiles_announced:
             self._tiles_announced = True
             logger.warning(
                 "%s does not fit into the device's memory as a whole: it is encoded in tiles of %dx%d, which is slower and "
                 "changes the latents slightly; more --device_memory or a smaller resolution avoids that",
                 "x".join(str(side) for side in pixels.shape[2:]),
-                *size,
+                tiles.height,
+                tiles.width,
             )
         samples = pixels.split(1)  # type: ignore[no-untyped-call]
-        tiled = [encode_tiles(self._moments, sample, size, self._spatial_factor) for sample in samples]
+        tiled = [encode_tiles(self._moments, sample, tiles, self._spatial_factor) for sample in samples]
         return torch.cat(tiled).to(pixels.dtype)
 
     def _bytes_needed(self, shape: Sequence[int]) -> int:
