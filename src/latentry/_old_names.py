@@ -30,7 +30,12 @@ MOVED_MODULES: dict[str, tuple[str, ...]] = {
     ),
     "latentry.machine": ("latentry.hardware",),
     "latentry.order": ("latentry.serve.order", "latentry.seeds"),
-    "latentry.plan": ("latentry.encode.recipe", "latentry.encode.planning.plan", "latentry.cache.format"),
+    "latentry.plan": (
+        "latentry.encode.recipe",
+        "latentry.encode.resolved_recipe",
+        "latentry.encode.planning.plan",
+        "latentry.cache.format",
+    ),
     "latentry.preparation": ("latentry.encode.prepare",),
     "latentry.records": ("latentry.types", "latentry.cache.write.commits"),
     "latentry.sampler": ("latentry.serve.sampler", "latentry.serve.sampler_state"),

@@ -61,7 +61,8 @@ def start(
 def assert_stopped(process: subprocess.Popen[str], cache: Path) -> None:
     _, err = process.communicate(timeout=120)
     assert process.returncode == 130
-    assert err.strip().splitlines()[-1].endswith("rerun the same command to resume")
+    # Not always the last line: on a busy machine, Python's own resource tracker may complain after it.
+    assert any(line.endswith("rerun the same command to resume") for line in err.splitlines()), err
     assert "Traceback" not in err
     assert not (cache / "metadata.json").exists()
     assert not list(cache.glob("*x*/.*.tmp"))

@@ -67,8 +67,8 @@ def test_operations_that_torch_does_not_have_are_one_line(
 
     monkeypatch.setattr(TinyProcessor, "encode_pixels", encode_pixels)
     # The run has a device of this name, and works on the CPU.
-    named = local._missing_operations_named
-    monkeypatch.setattr(local, "_missing_operations_named", lambda _: named(device))
+    named = local._device_errors_in_one_line
+    monkeypatch.setattr(local, "_device_errors_in_one_line", lambda _: named(device))
     with pytest.raises(RunError) as caught:
         prepare(SMALL, image_dir=photos, output_dir=tmp_path / "cache", devices="cpu")
     assert str(caught.value) == says

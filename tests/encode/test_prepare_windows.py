@@ -16,7 +16,7 @@ from latentry.cache.format import recipe_fingerprint
 from latentry.cli import main
 from latentry.cli.arguments import parse_arguments
 from latentry.cli.flags.clips import clip_fields
-from latentry.encode.recipe import ResolvedRecipe
+from latentry.encode.resolved_recipe import ResolvedRecipe
 from latentry.errors import LatentryError
 from latentry.media.clips.scenes import scene_starts
 from latentry.media.clips.timeline import read_timeline

@@ -11,7 +11,7 @@ from helpers import edit_json, rows_of, run_main
 
 from latentry import Recipe, VideoOptions, prepare, verify_cache
 from latentry.errors import ConfigError, ModelError
-from latentry.processors import ALIASES, PROCESSORS, canonical_name, processor_class
+from latentry.processors import ALIASES, PROCESSORS, Processor, canonical_name, processor_class
 from latentry.serve.dataset import TextToVideoDataset
 from latentry.testing import make_counter_clip
 
@@ -100,3 +100,26 @@ def test_a_vae_with_another_scale_is_refused(tmp_path, wan_folder):
         ModelError, match=r"16 pixels per latent position, but the processor wan2\.2 is for .* 8"
     ):
         processor_class("wan2.2")(str(folder), torch.device("cpu"), torch.float32)
+
+
+class WrittenForAnEarlierRelease:
+    def __init__(self, model_name, device, dtype): ...
+
+    encode_pixels = encode_texts = media_fields = decode_latents = weights_identity = None
+
+
+class WithoutMethods(Processor):
+    def __init__(self, model_name, device, dtype, **options): ...
+
+
+def test_a_processor_of_an_earlier_release_is_refused_in_one_line(monkeypatch):
+    monkeypatch.setitem(PROCESSORS, "old", f"{__name__}:WrittenForAnEarlierRelease")
+    with pytest.raises(ConfigError) as error:
+        processor_class("old")
+    assert str(error.value) == (
+        "the processor WrittenForAnEarlierRelease lacks the methods max_batch_size, takes_turns, text_pass, "
+        "use_less_memory and the constructor's arguments text_dtype, device_memory; let it inherit from "
+        "latentry.processors.Processor, and see docs/how-to/add-a-processor.md"
+    )
+    monkeypatch.setitem(PROCESSORS, "new", f"{__name__}:WithoutMethods")
+    assert processor_class("new") is WithoutMethods, "the methods of Processor are inherited"

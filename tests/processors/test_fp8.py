@@ -13,7 +13,7 @@ from torch import nn
 
 from latentry import Recipe, prepare
 from latentry.encode.planning import tasks
-from latentry.encode.recipe import ResolvedRecipe
+from latentry.encode.resolved_recipe import ResolvedRecipe
 from latentry.errors import ConfigError, ModelError, RunError
 from latentry.processors import PROCESSORS, fp8, processor_class
 from latentry.processors.fp8 import Fp8Linear

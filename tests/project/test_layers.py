@@ -22,7 +22,7 @@ LAYERS = [
     "serve.sampler", "serve.all_captions", "serve.stacking", "serve.collate",
     "serve.dataset", "serve.accelerate_hooks", "serve.loader", "serve.dataloader_build", "serve.shape_buckets",
     "serve.meta_files", "serve.mock", "serve.config", "serve.yaml_config",
-    "sources", "media", "processors.memory", "processors.fused", "processors", "encode.planning.sizes", "encode.recipe", "encode.planning",
+    "sources", "media", "processors.memory", "processors.fused", "processors", "encode.planning.sizes", "encode.recipe", "encode.resolved_recipe", "encode.planning",
     "encode.running", "encode.device_budget", "engines", "report", "encode.progress", "encode.inputs", "encode.decode_check", "encode.verify",
     "encode.prepare", "testing", "demo", "cli",
     "__main__", "_old_names",

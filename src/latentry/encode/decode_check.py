@@ -11,7 +11,7 @@ import torch
 from latentry.cache.format import CacheMetadata, Row
 from latentry.cache.latent_checks import psnr_db
 from latentry.encode.planning.held_samples import planned_sample
-from latentry.encode.recipe import ResolvedRecipe
+from latentry.encode.resolved_recipe import ResolvedRecipe
 from latentry.encode.running.memory import WithinMemory, load_within_memory
 from latentry.errors import ConfigError, MediaError
 from latentry.hardware import as_current_device, available_memory, find_devices
@@ -42,6 +42,7 @@ class DecodeCheck:
             self._model_name,
             torch.device(self._device),
             getattr(torch, self._recipe.dtype),
+            text_dtype=self._recipe.text_dtype,
             device_memory=budget,
         )
 

@@ -113,7 +113,8 @@ def _parsed(device_memory: float | str) -> int:
             return parse_bytes(device_memory)
         except ConfigError as error:
             raise ConfigError(f"device_memory: {error}") from None
-    if isinstance(device_memory, bool) or not math.isfinite(device_memory):
+    is_number = isinstance(device_memory, (int, float)) and not isinstance(device_memory, bool)
+    if not is_number or not math.isfinite(device_memory):
         raise ConfigError(
             f"device_memory is {device_memory!r}; give a size such as '12GB', or a number of bytes"
         )

@@ -13,7 +13,8 @@ from latentry.encode.planning.headers import bucket_chooser
 from latentry.encode.planning.plan import Plan, make_plan
 from latentry.encode.planning.tasks import task_size_of
 from latentry.encode.progress import OnProgress, Progress
-from latentry.encode.recipe import Recipe, ResolvedRecipe
+from latentry.encode.recipe import Recipe
+from latentry.encode.resolved_recipe import ResolvedRecipe
 from latentry.errors import ConfigError, RunError
 from latentry.processors import processors_for
 from latentry.sources.caption_folders import CaptionFolders

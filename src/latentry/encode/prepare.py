@@ -24,7 +24,8 @@ from latentry.encode.planning.plan import Plan, count_buckets
 from latentry.encode.planning.repeats import Repeats
 from latentry.encode.progress import OnProgress, Watcher
 from latentry.encode.progress import Progress as Progress
-from latentry.encode.recipe import Recipe, ResolvedRecipe, resolve_recipe
+from latentry.encode.recipe import Recipe
+from latentry.encode.resolved_recipe import ResolvedRecipe, resolve_recipe
 from latentry.encode.running.pipeline import CHECKPOINT_INTERVAL_S, MAX_FAILURES
 from latentry.encode.running.read_ahead import DAMAGED
 from latentry.engines.local import Job, run_tasks

@@ -25,7 +25,7 @@ from typing import Any, NoReturn
 import torch
 
 from latentry.cache.write.workspace import Workspace
-from latentry.encode.recipe import ResolvedRecipe
+from latentry.encode.resolved_recipe import ResolvedRecipe
 from latentry.encode.running.memory import load_within_memory
 from latentry.encode.running.pipeline import CHECKPOINT_INTERVAL_S, MAX_FAILURES, Outcome, TaskRunner
 from latentry.errors import LatentryError, RunError
@@ -140,8 +140,8 @@ def _device_errors_in_one_line(device: str) -> Iterator[None]:
         if not is_out_of_memory(error):
             raise
         raise RunError(
-            f"{device} ran out of memory; finished samples are kept: free memory on it or set a smaller --device_memory, "
-            "then rerun the same command to resume"
+            f"{device} ran out of memory; finished samples are kept: free memory on it and rerun the same command to "
+            "resume, or rerun it with a smaller --device_memory"
         ) from None
 
 

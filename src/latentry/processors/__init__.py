@@ -7,6 +7,7 @@ heavy packages when its model is loaded. ``docs/how-to/add-a-processor.md`` show
 from __future__ import annotations
 
 import importlib
+import inspect
 import warnings
 from typing import Any
 
@@ -72,7 +73,25 @@ def processor_class(name: str, media: str | None = None) -> type[Processor]:
         raise ConfigError(f"unknown processor {name!r}; choose one of {', '.join(names)}")
     module, _, attribute = PROCESSORS[found_name].partition(":")
     found: type[Processor] = getattr(importlib.import_module(module), attribute)
+    _require_current_interface(found)
     return found
+
+
+def _require_current_interface(found: type[Processor]) -> None:
+    """Refuse a processor that was written for an earlier release, before anything is loaded."""
+    methods = [name for name in vars(Processor) if not name.startswith("_") and not hasattr(found, name)]
+    keywords = inspect.signature(found.__init__).parameters
+    takes_any = any(keyword.kind is keyword.VAR_KEYWORD for keyword in keywords.values())
+    missing = [name for name in ("text_dtype", "device_memory") if not takes_any and name not in keywords]
+    lacks = [
+        *([f"the methods {', '.join(methods)}"] if methods else []),
+        *([f"the constructor's arguments {', '.join(missing)}"] if missing else []),
+    ]
+    if lacks:
+        raise ConfigError(
+            f"the processor {found.__name__} lacks {' and '.join(lacks)}; let it inherit from "
+            "latentry.processors.Processor, and see docs/how-to/add-a-processor.md"
+        )
 
 
 def __getattr__(name: str) -> Any:

@@ -50,6 +50,8 @@ class DiffusersProcessor(Processor, ABC):
     ) -> None:
         self._device, self._dtype = device, dtype
         self._text_dtype, self._device_memory = text_dtype, device_memory
+        self._too_little = 0.0
+        """The most memory that was there when it ran out."""
         if text_dtype == "fp8":
             fp8.require_support(device)
 
@@ -159,18 +161,19 @@ class DiffusersProcessor(Processor, ABC):
         release_cached_memory(self._device)
         weights = weights_of(self._vae, *filter(None, self._occasional.values())) + self._texts.weights
         held = num_bytes(tensor for tensor in weights if tensor.device.type == self._device.type)
-        too_much = self._device_memory
-        self._device_memory = min(0.75 * too_much, available_memory(self._device) + held)
-        if math.isinf(self._device_memory):
+        there = min(self._device_memory, available_memory(self._device) + held)
+        if math.isinf(there):
             return False  # a CPU
+        self._too_little = max(self._too_little, there)
+        self._device_memory = min(0.75 * self._device_memory, there)
         before = self.memory_plan
         try:
             self.memory_plan = self._plan(self._device_memory)
         except RunError:
             raise RunError(
-                f"the device ran out of memory with a budget of {gigabytes(too_much)}, and there is no smaller plan; "
-                f"about {gigabytes(1.25 * too_much)} would do: free memory on the device, or choose a smaller resolution or "
-                "fewer frames"
+                f"the device ran out of memory with {gigabytes(self._too_little)}, and there is no smaller plan; about "
+                f"{gigabytes(1.25 * self._too_little)} would do: free memory on the device, or choose a smaller "
+                "resolution or fewer frames"
             ) from None
         if self.memory_plan == before:
             return False

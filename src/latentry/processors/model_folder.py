@@ -55,7 +55,7 @@ def _from_hub(model_name: str, components: tuple[str, ...], *, download: bool) -
         reason = str(error).strip().partition("\n")[0]
         raise ModelError(
             f"model {model_name!r} is not a folder, and it could not be downloaded from the hub "
-            f"({type(error).__name__}: {reason}); download it first and pass its folder as --model_name"
+            f"({type(error).__name__}: {reason}); download it first, and give its folder instead"
         ) from None
 
 

@@ -49,8 +49,8 @@ def add_encoding_flags(parser: argparse.ArgumentParser, media: str, *, output_fo
         "--text_dtype",
         choices=("auto", "fp8"),
         default="auto",
-        help="store the weights of text encoders in 8 bits with fp8: half the memory, other embeddings (default: auto, "
-        "as --dtype)",
+        help="store the weights of text encoders in 8 bits with fp8, which takes half the memory and changes the "
+        "embeddings (default: auto, as --dtype)",
     )
     add_flag(
         group,

@@ -11,7 +11,7 @@ from itertools import chain
 import numpy as np
 
 from latentry.buckets import MultiTierBucketCalculator
-from latentry.encode.recipe import ResolvedRecipe
+from latentry.encode.resolved_recipe import ResolvedRecipe
 from latentry.errors import MediaError, UnsuitableMediaError
 from latentry.media.reader import MediaReader, ProbeResult
 from latentry.sources.folder import SourceFolders

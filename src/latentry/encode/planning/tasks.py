@@ -18,7 +18,7 @@ from latentry.cache.format import PACKED, TASK_SIZE, Row
 from latentry.cache.write.commits import Checkpoint
 from latentry.cache.write.shards import TARGET_SHARD_BYTES
 from latentry.encode.planning.held_samples import has_captions, is_same_media
-from latentry.encode.recipe import ResolvedRecipe
+from latentry.encode.resolved_recipe import ResolvedRecipe
 from latentry.sources.folder import SourceFolders
 from latentry.types import Bucket, PlannedSample, ProcessorInfo, Task
 

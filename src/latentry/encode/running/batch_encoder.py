@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from latentry.cache.latent_checks import latent_flags, psnr_db
-from latentry.encode.recipe import ResolvedRecipe
+from latentry.encode.resolved_recipe import ResolvedRecipe
 from latentry.encode.running.caption_batches import CaptionPasses, EncodedCaption
 from latentry.encode.running.device import to_host
 from latentry.encode.running.memory import WithinMemory

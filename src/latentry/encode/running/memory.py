@@ -16,6 +16,7 @@ import torch
 from latentry.errors import RunError
 from latentry.hardware import available_memory, is_out_of_memory, release_cached_memory
 from latentry.processors.base import Processor, StackedFields
+from latentry.processors.memory.plan import gigabytes
 
 logger = logging.getLogger(__name__)
 
@@ -36,10 +37,11 @@ def load_within_memory(load: Callable[[float], Processor], budget: float, device
         if processor is not None:
             return processor
         release_cached_memory(device)
-        budget = min(0.75 * budget, available_memory(device))
+        tried, budget = budget, min(0.75 * budget, available_memory(device))
         if budget < _LEAST_BUDGET:
             raise RunError(
-                f"{device} ran out of memory while the model was loaded; free memory on it, or use --devices cpu"
+                f"{device} ran out of memory while the model was loaded, with a budget of {gigabytes(tried)}; free memory "
+                "on it, or use --devices cpu"
             )
         logger.warning("%s ran out of memory while the model was loaded; trying with less", device)
 

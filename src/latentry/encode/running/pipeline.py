@@ -32,7 +32,7 @@ from latentry.cache.write.sample_data import (
 )
 from latentry.cache.write.task_writer import WriterThreads, task_writer
 from latentry.cache.write.workspace import Workspace
-from latentry.encode.recipe import ResolvedRecipe
+from latentry.encode.resolved_recipe import ResolvedRecipe
 from latentry.encode.running.batch_encoder import BatchEncoder, QueuedBatch
 from latentry.encode.running.caption_batches import CaptionBatches, EncodedCaption
 from latentry.encode.running.device import gpu_feeding_priority, single_threaded_pool

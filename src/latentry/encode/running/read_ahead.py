@@ -16,7 +16,7 @@ from pathlib import Path
 
 from latentry.cache.format import row_from_dict
 from latentry.cache.read.stored_samples import StoredSamples
-from latentry.encode.recipe import ResolvedRecipe
+from latentry.encode.resolved_recipe import ResolvedRecipe
 from latentry.encode.running.running_task import RunningTask
 from latentry.encode.running.stored_tensors import StoredTensors
 from latentry.errors import CacheError, MediaError, RunError

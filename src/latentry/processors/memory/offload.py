@@ -1,8 +1,8 @@
 """Weights that wait in main memory and are on the device only while they are needed.
 
-The main memory is page-locked, so that a copy runs at the full speed of the bus, beside the computation. Locking memory
-that torch allocated normally takes a tenth of the time of ``pin_memory()``, which also rounds each size up to a power of
-two. Where the system refuses to lock that much, the copies are slower.
+The main memory is pinned, so that a copy runs at the full speed of the bus, beside the computation. Pinning memory that
+torch allocated normally takes a tenth of the time of ``pin_memory()``, which also rounds each size up to a power of two.
+Where the system refuses to pin that much, the copies are slower.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class OffloadedWeights:
         for tensor, view in zip(tensors, self._views(self._in_main_memory), strict=True):
             view.copy_(tensor)
             tensor.data = view
-        _lock_pages(self._in_main_memory, device)
+        _pin(self._in_main_memory, device)
 
     def _views(self, block: torch.Tensor) -> Iterator[torch.Tensor]:
         """The tensors inside a block of bytes, with the shapes and strides they have."""
@@ -177,15 +177,15 @@ class StreamedLayers(nn.ModuleList):
         self._uploaded[layer] = self._uploads.record_event()
 
 
-def _lock_pages(block: torch.Tensor, device: torch.device) -> None:
-    """Lock a block of main memory, until it is freed, so that copies from it run beside the computation."""
+def _pin(block: torch.Tensor, device: torch.device) -> None:
+    """Pin a block of main memory, until it is freed, so that copies from it run beside the computation."""
     if device.type != "cuda" or not block.nbytes:
         return
     runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     status = runtime.cudaHostRegister(block.data_ptr(), block.nbytes, 0)
     if int(status) != 0:
         logger.warning(
-            "the system does not lock %.1f GB of main memory; weights are uploaded more slowly",
+            "the system does not pin %.1f GB of main memory; weights are uploaded more slowly",
             block.nbytes / 1e9,
         )
         return
