@@ -49,7 +49,7 @@ def test_an_integrated_gpu_does_not_tell_what_is_free(monkeypatch):
     allocator = Allocator(monkeypatch, torch.xpu, free=None, reserved=3 * GB, allocated=1 * GB)
     assert available_memory("xpu") == 19 * GB
     with memory_limit("xpu", 5 * GB):
-        assert allocator.fraction == 0.25
+        assert allocator.fraction == 0.3  # besides what is allocated already
 
 
 @pytest.mark.parametrize(("allocated", "expected"), [(4 * GB, 6 * GB), (11 * GB, 0)])

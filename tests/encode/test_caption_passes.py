@@ -12,9 +12,12 @@ from helpers import stopped_after
 from latentry import Recipe, prepare
 from latentry.encode.planning import tasks
 from latentry.encode.running import caption_batches
+from latentry.encode.running.caption_batches import CaptionPasses
+from latentry.encode.running.memory import WithinMemory
 from latentry.processors import PROCESSORS
 from latentry.processors.tiny import TinyProcessor
 from latentry.testing import assert_same_cache
+from latentry.types import Bucket, Caption, PlannedSample, SourceFile, Task
 
 
 class TurnTaking(TinyProcessor):
@@ -100,6 +103,65 @@ def test_captions_of_failed_samples_are_not_waited_for(photos, tmp_path, small_t
     result = prepare(Recipe(processor="turns"), image_dir=photos, output_dir=tmp_path / "cache")
     assert result.num_encoded > 0
     assert TurnTaking.events.count("pixels") == result.num_encoded
+
+
+def test_one_of_several_workers_leaves_tasks_to_the_others(photos, tmp_path, small_tasks):
+    processor = TurnTaking("embedded", torch.device("cpu"), torch.float32)
+    samples = [
+        PlannedSample(SourceFile(f"{i}.jpg", 1, 1), Caption(f"number {i}", "txt"), 64, 64, 0, Bucket(64, 64))
+        for i in range(12)
+    ]
+    queue = iter([Task(str(i), Bucket(64, 64), tuple(samples[3 * i : 3 * i + 3])) for i in range(4)])
+    passes = CaptionPasses(processor, WithinMemory(processor, torch.device("cpu")), max_samples_ahead=3)
+    begun = passes.begin(queue)
+    _, captions = next(begun)
+    passes.take(captions, "number 0")
+    assert [task.id for task in queue] == ["2", "3"], "one task ahead, and the rest for other workers"
+    assert [task.id for task, _ in begun] == ["1"]
+
+
+def test_captions_that_no_sample_needs_are_not_encoded(small_tasks):
+    processor = TurnTaking("embedded", torch.device("cpu"), torch.float32)
+    samples = [
+        PlannedSample(SourceFile(f"{i}.jpg", 1, 1), Caption(f"number {i}", "txt"), 64, 64, 0, Bucket(64, 64))
+        for i in range(6)
+    ]
+    passes = CaptionPasses(processor, WithinMemory(processor, torch.device("cpu")), max_samples_ahead=9)
+    ((_, captions),) = passes.begin([Task("id", Bucket(64, 64), tuple(samples), num_finished=1)])
+    captions.drop("number 2")
+    captions.drop("number 3")
+    passes.take(captions, "number 1")
+    assert [event for event in TurnTaking.events if event != "pass"] == [
+        ("number 0", "number 1"),
+        ("number 4", "number 5"),
+    ]
+    assert not captions.has("number 0"), "an interrupted run has encoded its sample"
+    assert captions.has("number 5")
+
+
+class FailsToOpen(TurnTaking):
+    """Runs out of memory when its first pass begins."""
+
+    num_failures = 1
+
+    def text_pass(self):
+        if FailsToOpen.num_failures:
+            FailsToOpen.num_failures -= 1
+            raise torch.OutOfMemoryError
+        return super().text_pass()
+
+    def use_less_memory(self) -> bool:
+        self.events.append("less")
+        return True
+
+
+def test_memory_that_runs_out_when_a_pass_begins_gives_a_smaller_plan(
+    photos, tmp_path, small_tasks, monkeypatch
+):
+    monkeypatch.setitem(PROCESSORS, "turns", f"{__name__}:FailsToOpen")
+    result = prepare(Recipe(processor="turns"), image_dir=photos, output_dir=tmp_path / "cache")
+    assert not result.failures
+    assert TurnTaking.events[:2] == ["less", "pass"]
 
 
 def test_a_share_of_main_memory_is_used(monkeypatch):

@@ -34,7 +34,7 @@ def test_encoded_captions_are_released_after_use(monkeypatch):
     monkeypatch.setattr("latentry.encode.running.caption_batches._SMALL_BYTES", 64)
     device = torch.device("cpu")
     processor = TinyProcessor("embedded", device, torch.float32)
-    passes = CaptionPasses(processor, WithinMemory(processor, device))
+    passes = CaptionPasses(processor, WithinMemory(processor, device), max_samples_ahead=0)
     ((_, texts),) = passes.begin([Task("id", Bucket(64, 64), tuple(samples))])
     for sample in samples[:40]:
         for field in passes.take(texts, sample.caption.text).fields.values():

@@ -12,6 +12,7 @@ from latentry import Recipe, prepare
 from latentry.media.video_options import VideoOptions
 from latentry.processors import PROCESSORS
 from latentry.processors.fused.self_check import checked_encoder
+from latentry.processors.memory.text_encoders import TextEncoders
 from latentry.testing import full_size, make_counter_clip
 from latentry.testing.full_size import RandomFlux, RandomHunyuan, RandomWan, forget_weights
 
@@ -98,6 +99,9 @@ def test_models_have_their_real_sizes(family, expected):
 def test_plans_for_real_sizes(family, expected, monkeypatch):
     monkeypatch.setattr(family, "_models", lambda self: list(self.skeletons(self._dtype).values()))
     monkeypatch.setattr(family, "_place", lambda self: None)  # there is nothing to place
+    monkeypatch.setattr(
+        TextEncoders, "caption_bytes", lambda self, *, fused: self._caption_bytes
+    )  # as on a GPU
     plans = [
         family("", torch.device("cpu"), torch.bfloat16, device_memory=gb * 10**9).memory_plan
         for gb in (24, 16, 12, 8)

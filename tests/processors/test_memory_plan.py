@@ -123,3 +123,12 @@ def test_plans_say_what_they_do():
     assert str(plan_memory(FLUX, 24 * GB)) == "the text encoders stay on the device; 12.1 GB for pixels"
     assert "text encoders and VAE take turns" in str(plan_memory(FLUX, 12 * GB))
     assert "layers of the text encoder at a time take turns with the VAE" in str(plan_memory(FLUX, 8 * GB))
+
+
+@given(sizes, st.integers(0, 200 * GB), st.integers(0, 100 * GB))
+def test_more_memory_never_leaves_less_for_a_large_sample(model, budget, more):
+    budget = max(budget, model.smallest_budget)
+    small, large = (plan_memory(model, b, for_large_samples=True) for b in (budget, budget + more))
+    assert small.text != "together"
+    assert small.pixel_bytes <= large.pixel_bytes
+    assert plan_memory(model, budget).pixel_bytes <= small.pixel_bytes

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 from torch import nn
 
+from latentry.processors.memory import offload
 from latentry.processors.memory.offload import OffloadedWeights, StreamedLayers, num_bytes, weights_of
 
 CPU = torch.device("cpu")
@@ -81,20 +84,58 @@ def test_a_loop_over_layers_computes_the_same_with_any_number_of_places(num_laye
     assert len(streamed) == num_layers
 
 
-@pytest.mark.parametrize(("num_places", "expected"), [(2, 7), (4, 5), (7, 0)])
-def test_layers_with_a_place_of_their_own_are_uploaded_once(num_places, expected, monkeypatch):
+@pytest.mark.parametrize(
+    ("num_layers", "num_places", "expected"),
+    [(7, 2, 7), (7, 4, 5), (7, 7, 0), (24, 20, 6), (24, 23, 2), (28, 14, 16), (24, 11, 15)],
+)
+def test_a_later_loop_uploads_only_layers_without_a_place_of_their_own(
+    num_layers, num_places, expected, monkeypatch
+):
     uploads = []
     upload = OffloadedWeights.upload
     monkeypatch.setattr(
         OffloadedWeights, "upload", lambda self, place=None: uploads.append(self) or upload(self, place)
     )
-    streamed = StreamedLayers((Layer(i) for i in range(7)), CPU)
+    streamed = StreamedLayers((Layer(i) for i in range(num_layers)), CPU)
     streamed.open(num_places)
     through(streamed, torch.ones(1, 5))
-    assert len(uploads) >= 7
+    assert num_layers <= len(uploads) <= num_layers + 2, "at most two for the next loop"
+    through(streamed, torch.ones(1, 5))
     num_before = len(uploads)
     through(streamed, torch.ones(1, 5))
     assert len(uploads) - num_before == expected
+
+
+def test_a_closed_list_leaves_nothing_on_the_device():
+    streamed = StreamedLayers((Layer(i) for i in range(4)), CPU)
+    in_main_memory = [tensor.data_ptr() for tensor in weights_of(streamed)]
+    streamed.open(3)
+    through(streamed, torch.ones(1, 5))
+    places = [weakref.ref(place) for place in streamed._places]
+    assert [tensor.data_ptr() for tensor in weights_of(streamed)] != in_main_memory
+    streamed.close()
+    assert [tensor.data_ptr() for tensor in weights_of(streamed)] == in_main_memory
+    assert all(place() is None for place in places)
+
+
+def test_pinning_that_is_refused_is_said_once_and_not_tried_again(monkeypatch, caplog):
+    calls = []
+
+    class Runtime:
+        @staticmethod
+        def cudaHostRegister(*arguments: int) -> int:
+            calls.append(arguments)
+            return 2
+
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: Runtime)
+    monkeypatch.setattr(offload._Pinning, "refused", False)
+    device = torch.device("cuda")
+    monkeypatch.setattr(torch, "zeros", lambda *_, **__: calls.append("error consumed"))
+    for _ in range(3):
+        offload._pin(torch.empty(64, dtype=torch.uint8), device)
+    assert len(calls) == 2
+    assert calls[1] == "error consumed"
+    assert caplog.text.count("refuses to pin more main memory") == 1
 
 
 def test_the_next_layer_is_uploaded_before_its_turn(monkeypatch):

@@ -24,6 +24,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from latentry.cache.format import TASK_SIZE
 from latentry.cache.write.workspace import Workspace
 from latentry.encode.resolved_recipe import ResolvedRecipe
 from latentry.encode.running.memory import load_within_memory
@@ -35,6 +36,9 @@ from latentry.sources.folder import SourceFolders
 from latentry.types import Task
 
 _MAX_READERS = 16
+_MAX_SAMPLES_AHEAD = 16 * TASK_SIZE
+"""How many samples of later tasks a single worker may take into a pass over captions. One of several workers takes a task,
+so that the others have something to do."""
 _STOP_LIMIT_S = 10.0
 """How long a worker process may take to write its last checkpoint when the run stops."""
 
@@ -102,6 +106,7 @@ def _run_on_device(
             batch_size=job.batch_size,
             # A quarter of the cores is left to the thread that feeds the device and to the writers.
             num_threads=min(_MAX_READERS, max(2, cores * 3 // 4)),
+            max_samples_ahead=_MAX_SAMPLES_AHEAD if num_workers == 1 else TASK_SIZE,
             device=device,
             verify=job.verify,
             damaged=job.damaged,

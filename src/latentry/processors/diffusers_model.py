@@ -80,9 +80,8 @@ class DiffusersProcessor(Processor, ABC):
         self._encoder = VaeEncoder(
             vae, self.bytes_per_pixel, self.info.spatial_factor, one_by_one=self.one_by_one
         )
-        self.memory_plan = self._plan(self._device_memory)
+        self._use_budget()
         logger.info("%s on %s: %s", self.info.name, self._device, self.memory_plan)
-        self._place()
         if runs_fused_encoders(self._device):
             with self.text_pass():
                 self.use_fused_encoders()
@@ -90,19 +89,37 @@ class DiffusersProcessor(Processor, ABC):
 
     # ---- device memory ----------------------------------------------------------------------
 
-    def _plan(self, budget: float) -> MemoryPlan:
-        sizes = ModelSizes(
+    def _use_budget(self) -> None:
+        """Make a plan for the budget, and put the weights where it wants them."""
+        sizes = self._sizes()
+        budget = self._device_memory
+        if self._device.type == "mps":
+            # Its memory is main memory: weights that wait there would take just as much of it.
+            budget = max(budget, sizes.budget_for_all)
+        self.memory_plan = plan_memory(sizes, budget)
+        self._plan_for_large_samples = self.memory_plan
+        if self._device.type != "mps" and math.isfinite(budget):
+            self._plan_for_large_samples = plan_memory(sizes, budget, for_large_samples=True)
+        self._plan_for_others = self.memory_plan
+        self._place()
+
+    def _plan_for(self, shape: Sequence[int]) -> MemoryPlan:
+        """The plan whose memory decides how samples of a shape are encoded. It depends on budget and shape only.
+
+        A sample that would have to be tiled beside the text encoders gets their memory, too.
+        """
+        fits = self._encoder.max_batch_size(shape, 1, self._plan_for_others.pixel_bytes)
+        return self._plan_for_others if fits else self._plan_for_large_samples
+
+    def _sizes(self) -> ModelSizes:
+        return ModelSizes(
             vae_encoder=num_bytes(self._always_on_device()),
             **{name: num_bytes(weights) for name, weights in self._sometimes_on_device().items()},
             num_text_layers=len(self._texts.layers),
             text_layer=self._texts.layer_bytes,
             other_text=self._texts.other_bytes + fp8.working_bytes(self._texts.layers),
-            caption=self._texts.caption_bytes,
+            caption=self._texts.caption_bytes(fused=runs_fused_encoders(self._device)),
         )
-        if self._device.type == "mps":
-            # Its memory is main memory: weights that wait there would take just as much of it.
-            budget = max(budget, sizes.budget_for_all)
-        return plan_memory(sizes, budget)
 
     def _sometimes_on_device(self) -> dict[str, list[torch.Tensor]]:
         """The weights that a batch needs for a moment. Where memory is short, they are in main memory otherwise."""
@@ -168,7 +185,7 @@ class DiffusersProcessor(Processor, ABC):
         self._device_memory = min(0.75 * self._device_memory, there)
         before = self.memory_plan
         try:
-            self.memory_plan = self._plan(self._device_memory)
+            self._use_budget()
         except RunError:
             raise RunError(
                 f"the device ran out of memory with {gigabytes(self._too_little)}, and there is no smaller plan; about "
@@ -182,16 +199,20 @@ class DiffusersProcessor(Processor, ABC):
             gigabytes(self._device_memory),
             self.memory_plan,
         )
-        self._place()
         return True
 
     # ---- the methods of a processor ---------------------------------------------------------
 
     def max_batch_size(self, shape: Sequence[int], most: int) -> int:
-        return max(1, self._encoder.max_batch_size(shape, most))
+        return max(1, self._encoder.max_batch_size(shape, most, self._plan_for(shape).pixel_bytes))
 
     @torch.inference_mode()
     def encode_pixels(self, pixels: torch.Tensor, seeds: list[int] | None) -> torch.Tensor:
+        plan = self._plan_for(pixels.shape[1:])
+        if plan.text != "together" and self.memory_plan.text == "together":
+            self.memory_plan = plan  # from now on: the next large sample may be near
+            self._place()
+        self._encoder.use_memory(plan.pixel_bytes, min(plan.num_graphs, self.memory_plan.num_graphs))
         size = self.max_batch_size(pixels.shape[1:], len(pixels))
         parts = [
             self._encode_pixels(pixels[start : start + size], seeds and seeds[start : start + size])

@@ -18,7 +18,7 @@ from latentry.processors.fused.clip import ClipEncoder
 from latentry.processors.fused.cuda_graphs import GraphedFunction
 from latentry.processors.fused.image_vae import ImageEncoder
 from latentry.processors.fused.self_check import checked_encoder
-from latentry.processors.fused.t5 import T5Encoder
+from latentry.processors.fused.t5 import OWN_MODULES_FACTOR, T5Encoder, token_bytes
 from latentry.processors.memory.text_encoders import TextEncoders
 from latentry.processors.model_folder import loading
 from latentry.processors.tokens import padded_tokens
@@ -60,14 +60,13 @@ class FluxProcessor(DiffusersProcessor):
         self._shift = vae.config.shift_factor or 0.0
         self._fused_clip: GraphedFunction | None = None
         self._fused_t5: GraphedFunction | None = None
-        config = self._t5.config
-        token_bytes = (2 * config.d_ff + 7 * config.d_model) * dtype.itemsize
         texts = TextEncoders(
             self._t5,
             self._t5.encoder,
             "block",
             others=[self._clip],
-            caption_bytes=T5_LENGTH * token_bytes,  # 1.6 GB for 32 captions on an H200
+            caption_bytes=T5_LENGTH * token_bytes(self._t5.config, dtype),
+            own_modules_factor=OWN_MODULES_FACTOR,
         )
         self._set_up(vae, texts)
 

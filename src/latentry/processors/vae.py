@@ -70,10 +70,11 @@ class VaeEncoder:
             num_bytes: The working memory.
             num_graphs: How many CUDA graphs may be kept.
         """
+        if num_bytes != self._memory_bytes:
+            self.release_graphs()
         self._memory_bytes = num_bytes
         if self._graphed is not None:
-            self.release_graphs()
-            self._graphed.max_graphs = min(self._graphed.max_graphs, num_graphs)
+            self._graphed.max_graphs = num_graphs
             self._fused.use_memory(num_bytes)
 
     def release_graphs(self) -> None:
@@ -83,20 +84,21 @@ class VaeEncoder:
 
     def stop_graphs(self) -> None:
         """Encode without CUDA graphs from now on."""
-        self.release_graphs()
         if self._graphed is not None:
-            self._graphed.max_graphs = 0
+            self._graphed.stop()
 
-    def max_batch_size(self, shape: Sequence[int], most: int) -> int:
-        """How many samples fit into the working memory together, untiled, a power of two; 0 if not even one does.
+    def max_batch_size(self, shape: Sequence[int], most: int, memory_bytes: float | None = None) -> int:
+        """How many samples can be encoded together untiled: all, a power of two, or 0 if not even one fits.
 
         Args:
             shape: The shape of one sample, [3,H,W] or [3,T,H,W].
             most: More than this are not asked for.
+            memory_bytes: The working memory; None is what ``use_memory`` has set.
         """
-        size = 1 << (most.bit_length() - 1)
-        while size and self._bytes_needed((size, *shape)) > self._memory_bytes:
-            size //= 2
+        memory_bytes = self._memory_bytes if memory_bytes is None else memory_bytes
+        size = most
+        while size and self._bytes_needed((size, *shape)) > memory_bytes:
+            size = (1 << (size.bit_length() - 1)) // (1 if size & (size - 1) else 2)
         return size
 
     def latents(self, pixels: torch.Tensor, seeds: list[int] | None) -> torch.Tensor:

@@ -15,7 +15,7 @@ from latentry.errors import ModelError
 from latentry.processors.base import StackedFields
 from latentry.processors.diffusers_model import DiffusersProcessor
 from latentry.processors.fused.self_check import checked_encoder
-from latentry.processors.fused.t5 import T5Encoder
+from latentry.processors.fused.t5 import OWN_MODULES_FACTOR, T5Encoder, token_bytes
 from latentry.processors.fused.wan_vae import WanEncoder
 from latentry.processors.memory.text_encoders import TextEncoders
 from latentry.processors.model_folder import loading
@@ -66,10 +66,14 @@ class WanProcessor(DiffusersProcessor):
         self._inverse_std = 1.0 / torch.tensor(vae.config.latents_std).view(shape).to(device, dtype)
         self._fused_umt5: T5Encoder | None = None
         config = self._umt5.config
-        token_bytes = (
-            2 * config.d_ff + 7 * config.d_model + 2 * config.num_heads * TEXT_LENGTH
-        ) * dtype.itemsize
-        texts = TextEncoders(self._umt5, self._umt5.encoder, "block", caption_bytes=TEXT_LENGTH * token_bytes)
+        masked_bias = 2 * config.num_heads * TEXT_LENGTH * dtype.itemsize
+        texts = TextEncoders(
+            self._umt5,
+            self._umt5.encoder,
+            "block",
+            caption_bytes=TEXT_LENGTH * (token_bytes(config, dtype) + masked_bias),
+            own_modules_factor=OWN_MODULES_FACTOR,
+        )
         self._set_up(vae, texts)
 
     def _load(self, model_name: str) -> tuple[Any, ...]:

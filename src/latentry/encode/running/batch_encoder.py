@@ -50,14 +50,20 @@ class BatchEncoder:
     """Encodes batches with one loaded model on one device."""
 
     def __init__(
-        self, processor: Processor, recipe: ResolvedRecipe, device: torch.device, *, verify: bool
+        self,
+        processor: Processor,
+        recipe: ResolvedRecipe,
+        device: torch.device,
+        *,
+        verify: bool,
+        max_samples_ahead: int,
     ) -> None:
         self._processor = processor
         self._recipe = recipe
         self._device = device
         self._verify = verify
         self._memory = WithinMemory(processor, device)
-        self.caption_passes = CaptionPasses(processor, self._memory)
+        self.caption_passes = CaptionPasses(processor, self._memory, max_samples_ahead)
         """Encodes the captions."""
 
     @property
@@ -90,7 +96,7 @@ class BatchEncoder:
         )
         torch.stack(crops, out=pixels)
         captions = self._captions(running, batch)
-        on_device = pixels.to(self._device, non_blocking=self.is_asynchronous)
+        on_device = self._memory.attempt(lambda: pixels.to(self._device, non_blocking=self.is_asynchronous))
         seeds = self._seeds(batch)
         latents = self._memory.call(
             lambda part: {

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from functools import cached_property
 from typing import NamedTuple
 
@@ -134,11 +135,14 @@ class CaptionPasses:
     Args:
         processor: Encodes the captions.
         memory: Handles running out of device memory.
+        max_samples_ahead: How many samples of tasks that have not begun a pass may take, so that other workers have
+            something to do.
     """
 
-    def __init__(self, processor: Processor, memory: WithinMemory) -> None:
+    def __init__(self, processor: Processor, memory: WithinMemory, max_samples_ahead: int) -> None:
         self._processor = processor
         self._memory = memory
+        self._max_samples_ahead = max_samples_ahead
         self._tasks: Iterator[Task] = iter(())
         self._begun: deque[CaptionBatches] = deque()
         self._ahead: deque[tuple[Task, CaptionBatches]] = deque()
@@ -166,32 +170,34 @@ class CaptionPasses:
             captions: The captions of the sample's task.
             caption: One of them.
         """
+        while self._begun[0] is not captions:
+            self._begun.popleft()  # a task's captions are all taken before those of the next one
         if not captions.has(caption):
             self._run(captions, caption)
         return captions.take(caption)
 
     def _run(self, captions: CaptionBatches, first: str) -> None:
         """Encode the batch of a caption, and all that follow in the same pass."""
-        with self._processor.text_pass():
+        with ExitStack() as stack:
+            self._memory.attempt(lambda: stack.enter_context(self._processor.text_pass()))
             num_bytes = self._encode(captions, captions.batch_of(first))
             if not self._processor.takes_turns:
                 return
             limit = caption_memory()
-            for following in self._from(captions):
+            for following in self._following():
                 for batch in following.not_encoded():
                     if num_bytes >= limit:
                         return
                     num_bytes += self._encode(following, batch)
 
-    def _from(self, captions: CaptionBatches) -> Iterator[CaptionBatches]:
-        """These captions and those of the tasks after them."""
-        while self._begun[0] is not captions:
-            self._begun.popleft()  # a task's captions are all taken before those of the next one
+    def _following(self) -> Iterator[CaptionBatches]:
+        """The captions of the current task and of those after it."""
         yield from self._begun
-        number = 0
-        while number < len(self._ahead) or self._look_ahead():
-            yield self._ahead[number][1]
-            number += 1
+        number = num_samples = 0
+        while num_samples < self._max_samples_ahead and (number < len(self._ahead) or self._look_ahead()):
+            task, captions = self._ahead[number]
+            yield captions
+            number, num_samples = number + 1, num_samples + len(task.samples)
 
     def _encode(self, captions: CaptionBatches, batch: CaptionBatch) -> int:
         return captions.store(batch, self._memory.call(self._processor.encode_texts, list(batch)))

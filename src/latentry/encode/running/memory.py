@@ -58,6 +58,16 @@ class WithinMemory:
         self._processor = processor
         self._device = device
 
+    def attempt(self, step: Callable[[], Result]) -> Result:
+        """Return ``step()``; where memory runs out, use less of it and repeat the step."""
+        while True:
+            result = _unless_out_of_memory(lambda _: (step(),), None)
+            if result is not None:
+                return result[0]
+            release_cached_memory(self._device)
+            if not self._processor.use_less_memory():
+                raise RunError(_too_small(self._device))
+
     def call(self, step: Callable[[Any], StackedFields], batch: Any) -> StackedFields:
         """Return ``step(batch)``; where memory runs out, use less of it, or join the results of two halves.
 
@@ -73,13 +83,17 @@ class WithinMemory:
             if not self._processor.use_less_memory():
                 break
         if len(batch) == 1:
-            raise RunError(
-                f"the memory of {self._device} is too small for a single sample; choose a smaller resolution or fewer "
-                "frames, or a device with more memory"
-            )
+            raise RunError(_too_small(self._device))
         half = len(batch) // 2
         first, second = self.call(step, batch[:half]), self.call(step, batch[half:])
         return {key: torch.cat([column, second[key]]) for key, column in first.items()}
+
+
+def _too_small(device: torch.device) -> str:
+    return (
+        f"the memory of {device} is too small for a single sample; choose a smaller resolution or fewer frames, or a device "
+        "with more memory"
+    )
 
 
 def _unless_out_of_memory(call: Callable[[Any], Result], argument: Any) -> Result | None:

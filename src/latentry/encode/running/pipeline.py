@@ -73,6 +73,7 @@ class TaskRunner:
         workspace: The folder of the cache, and its commits.
         batch_size: Samples encoded together; None chooses by bucket and device.
         num_threads: Threads that decode.
+        max_samples_ahead: How many samples of tasks that have not begun may have their captions encoded.
         device: The device's name.
         verify: Decode every latent and measure how close it is to the input.
         damaged: What to do with damaged inputs, one of ``DAMAGED``.
@@ -90,6 +91,7 @@ class TaskRunner:
         *,
         batch_size: int | None,
         num_threads: int,
+        max_samples_ahead: int = 4096,
         device: str = "cpu",
         verify: bool = False,
         damaged: str = "skip",
@@ -104,7 +106,9 @@ class TaskRunner:
         self._workspace = workspace
         self._batch_size = batch_size
         self._num_threads = num_threads
-        self._encoder = BatchEncoder(processor, recipe, torch.device(device), verify=verify)
+        self._encoder = BatchEncoder(
+            processor, recipe, torch.device(device), verify=verify, max_samples_ahead=max_samples_ahead
+        )
         self._damaged = damaged
         self._max_failures = max_failures
         self._checkpoint_interval_s = checkpoint_interval_s

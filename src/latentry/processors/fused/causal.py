@@ -19,7 +19,7 @@ from latentry.processors.fused.structure import Described
 
 _MAX_VALUES = (1 << 31) - 1
 _INPUT_BYTES = 21
-"""For each pixel of a clip, all copies of its colours: as bytes, in float32, and twice in 16 bits."""
+"""For each pixel of a clip, all copies of its colours while it is encoded: as bytes, and three times in 16 bits."""
 _FIRST_CHANNELS = 16
 
 RMS_NORM_2D = Described(parameters={"gamma": (None, 1, 1)}, channel_first=True)

@@ -33,6 +33,7 @@ class GraphedFunction:
         self._function = function
         self._num_calls: dict[tuple[object, ...], int] = {}
         self._graphs: OrderedDict[tuple[object, ...], _Graph] = OrderedDict()
+        self._may_capture = True
         self.max_graphs = 2
         """Each graph keeps its memory, so only the graphs of the most recent shapes are kept. With 1, another shape
         never has to share the memory with a graph."""
@@ -42,10 +43,10 @@ class GraphedFunction:
             return self._function(x)
         key = (tuple(x.shape), x.dtype)
         if key not in self._graphs:
-            if self.max_graphs == 1:
+            if self.max_graphs < 2:
                 self.release()
             self._num_calls[key] = self._num_calls.get(key, 0) + 1
-            if self.max_graphs and self._num_calls[key] >= _CALLS_UNTIL_CAPTURE:
+            if self._may_capture and self.max_graphs and self._num_calls[key] >= _CALLS_UNTIL_CAPTURE:
                 self._capture(key, x)
         if key in self._graphs:
             self._graphs.move_to_end(key)
@@ -58,6 +59,11 @@ class GraphedFunction:
             torch.cuda.synchronize()  # a graph may still be running
             self._graphs.clear()
             torch.cuda.empty_cache()
+
+    def stop(self) -> None:
+        """Run eagerly from now on."""
+        self._may_capture = False
+        self.release()
 
     def _capture(self, key: tuple[object, ...], x: torch.Tensor) -> None:
         while len(self._graphs) >= self.max_graphs:
@@ -72,8 +78,7 @@ class GraphedFunction:
             return
         torch.cuda.set_stream(stream)  # a failed capture may leave its own stream current
         logger.info("encoding continues without CUDA graphs: %s", reason)
-        self.max_graphs = 0
-        self.release()
+        self.stop()
         torch.cuda.empty_cache()
 
 

@@ -99,7 +99,8 @@ class T5Encoder:
             and model.config.dense_act_fn == "gelu_new"
             and all(hasattr(norm, "variance_epsilon") for norm in _norms(model.encoder))
             and all(
-                getattr(block.layer[0].SelfAttention, "scaling", 1.0) == 1.0 for block in model.encoder.block
+                getattr(block.layer[0].SelfAttention, "scaling", 1.0) == 1.0
+                for block in model.encoder.block.children()
             )
         )
 
@@ -137,14 +138,33 @@ class T5Encoder:
     def _bias(self, number: int, attention: Any, length: int) -> torch.Tensor:
         """The relative position bias of a layer. It is kept for later calls if the layer stays on the device."""
         if isinstance(self._stack.block, StreamedLayers):
+            self._biases.clear()
             return attention.compute_bias(length, length).contiguous()  # type: ignore[no-any-return]
         if (number, length) not in self._biases:
             self._biases[number, length] = attention.compute_bias(length, length).contiguous()
         return self._biases[number, length]
 
 
+OWN_MODULES_FACTOR = 4.5
+"""How many times as much working memory the model's own modules take: 7.4 GB instead of 1.6 GB for 32 captions of 512
+tokens on an H200."""
+
+
+def token_bytes(config: Any, dtype: torch.dtype) -> int:
+    """The working memory for each token.
+
+    Args:
+        config: The configuration of the model.
+        dtype: What it computes in. Float16 models compute partly in float32.
+    """
+    itemsize = 4 if dtype == torch.float16 else dtype.itemsize
+    return int((2 * config.d_ff + 7 * config.d_model) * itemsize)
+
+
 def _norms(stack: Any) -> list[Any]:
-    return [layer.layer_norm for block in stack.block for layer in block.layer] + [stack.final_layer_norm]
+    return [layer.layer_norm for block in stack.block.children() for layer in block.layer] + [
+        stack.final_layer_norm
+    ]
 
 
 def _rms(x: torch.Tensor, norm: Any) -> torch.Tensor:

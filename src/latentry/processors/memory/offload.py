@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import torch
 from torch import nn
@@ -98,7 +98,7 @@ class StreamedLayers(nn.ModuleList):
     """Layers in main memory: a loop over them uploads each layer before its turn.
 
     The first layers keep their places on the device until ``close``. The others share the last two places: while one of
-    them computes, the next is uploaded. Any code that loops over the layers of a model works with it unchanged.
+    them computes, the next is uploaded. Code that loops over all layers of a model works with it unchanged.
 
     Args:
         layers: The layers, whose weights are in main memory.
@@ -154,10 +154,12 @@ class StreamedLayers(nn.ModuleList):
             self._upload(layer)
         if layer in self._uploaded:
             torch.cuda.current_stream(self._device).wait_event(self._uploaded[layer])
-        for following in (*range(layer + 1, len(self)), *range(layer)):
-            place = self._place_of(following)
-            if self._layer_in_place.get(place) != following:
-                if place != self._place_of(layer):
+        for num_steps in range(1, len(self)):
+            following = (layer + num_steps) % len(self)
+            held = self._layer_in_place.get(self._place_of(following))
+            if held != following:
+                # The place is taken only from a layer that is needed later than this one, and never from the current one.
+                if held is None or (held - layer) % len(self) > num_steps:
                     self._upload(following)
                 return
 
@@ -181,12 +183,19 @@ def _pin(block: torch.Tensor, device: torch.device) -> None:
     """Pin a block of main memory, until it is freed, so that copies from it run beside the computation."""
     if device.type != "cuda" or not block.nbytes:
         return
-    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    status = runtime.cudaHostRegister(block.data_ptr(), block.nbytes, 0)
-    if int(status) != 0:
-        logger.warning(
-            "the system does not pin %.1f GB of main memory; weights are uploaded more slowly",
-            block.nbytes / 1e9,
-        )
+    if _Pinning.refused:
         return
-    weakref.finalize(block, runtime.cudaHostUnregister, block.data_ptr())
+    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    if int(runtime.cudaHostRegister(block.data_ptr(), block.nbytes, 0)) == 0:
+        weakref.finalize(block, runtime.cudaHostUnregister, block.data_ptr())
+        return
+    _Pinning.refused = True
+    logger.warning("the system refuses to pin more main memory; weights are uploaded more slowly")
+    with suppress(RuntimeError):
+        torch.zeros(1, device=device)  # CUDA reports the failure once more, at the next kernel
+
+
+class _Pinning:
+    """Whether the system has refused to pin memory. It is not asked again then."""
+
+    refused = False

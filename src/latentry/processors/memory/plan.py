@@ -8,8 +8,9 @@ A text encoder is ten to a hundred times as large as the VAE beside it. There ar
 - **streamed**: the same, but not all layers of the text encoder fit even then. The first layers stay for the pass. The
   others follow each other through two places, and the next one is uploaded while one computes.
 
-How the text encoders are placed does not change their numbers. The memory for pixels decides batch sizes and the lengths
-of temporal chunks, and with them the last bits of latents. So a plan depends on nothing but sizes and budget.
+How the text encoders are placed does not change their numbers, unless memory is so short that batches of captions get
+smaller. The memory for pixels decides batch sizes and the lengths of temporal chunks, and with them the last bits of
+latents. So a plan depends on nothing but sizes and budget.
 """
 
 from __future__ import annotations
@@ -93,19 +94,20 @@ class MemoryPlan:
         return f"{placed}; {gigabytes(self.pixel_bytes)} for pixels"
 
 
-def plan_memory(sizes: ModelSizes, budget: float) -> MemoryPlan:
+def plan_memory(sizes: ModelSizes, budget: float, *, for_large_samples: bool = False) -> MemoryPlan:
     """The plan for a budget. A budget that is too small is an error that names the smallest one.
 
     Args:
         sizes: What the model needs.
         budget: The bytes of device memory that may be used.
+        for_large_samples: Leave pixels as much memory as possible, for samples that would have to be tiled otherwise.
     """
     if budget < sizes.smallest_budget:
         raise RunError(
             f"this model needs at least {gigabytes(sizes.smallest_budget)} of device memory, and "
             f"{gigabytes(budget)} may be used; free memory on the device or raise --device_memory, or use --devices cpu"
         )
-    if budget >= sizes.budget_for_all:
+    if not for_large_samples and budget >= sizes.budget_for_all:
         left = budget - sizes.budget_for_all + FULL_SPEED_BYTES
         return MemoryPlan(
             text="together",
@@ -126,7 +128,8 @@ def plan_memory(sizes: ModelSizes, budget: float) -> MemoryPlan:
     places = int((for_layers_and_captions - text_batch_size * sizes.caption) // max(1, sizes.text_layer))
     # A graph keeps its memory while the image encoder is on the device. Without graphs, they use the same memory.
     beside_image_encoder = usable - sizes.image_encoder
-    keeps_graphs = sizes.image_encoder == 0 or beside_image_encoder >= FULL_SPEED_BYTES
+    is_enough = beside_image_encoder >= FULL_SPEED_BYTES and not for_large_samples
+    keeps_graphs = sizes.image_encoder == 0 or is_enough
     return MemoryPlan(
         text="turns" if places >= sizes.num_text_layers else "streamed",
         num_text_layers=min(places, sizes.num_text_layers),

@@ -22,6 +22,7 @@ class TextEncoders:
         layers: The attribute of ``stack`` that holds them.
         others: The other text encoders, which are small.
         caption_bytes: The working memory for each caption of a batch.
+        own_modules_factor: How many times as much the model's own modules take, where there is no fused encoder.
     """
 
     def __init__(
@@ -32,8 +33,9 @@ class TextEncoders:
         *,
         others: Sequence[nn.Module] = (),
         caption_bytes: int,
+        own_modules_factor: float = 1.0,
     ) -> None:
-        self.caption_bytes = caption_bytes
+        self._caption_bytes, self._own_modules_factor = caption_bytes, own_modules_factor
         self._models = (largest, *others)
         self._stack, self._attribute = stack, layers
         in_layers = {id(tensor) for tensor in weights_of(self.layers)}
@@ -42,6 +44,14 @@ class TextEncoders:
         self._num_places = 0
         for model in self._models:
             model.eval().requires_grad_(False)
+
+    def caption_bytes(self, *, fused: bool) -> int:
+        """The working memory for each caption of a batch.
+
+        Args:
+            fused: Whether a fused encoder is used, if there is one.
+        """
+        return int(self._caption_bytes * (1.0 if fused else self._own_modules_factor))
 
     @property
     def layers(self) -> nn.ModuleList:
