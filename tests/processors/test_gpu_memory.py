@@ -22,7 +22,7 @@ from latentry import LatentryError, Recipe, prepare
 from latentry.encode.planning import tasks
 from latentry.hardware import available_memory, memory_limit
 from latentry.media.video_options import VideoOptions
-from latentry.processors import PROCESSORS
+from latentry.processors import PROCESSORS, processor_class
 from latentry.report.summary import PrepareResult
 from latentry.testing import assert_same_cache
 from latentry.testing.full_size import forget_weights
@@ -154,6 +154,25 @@ def test_a_resumed_run_with_the_same_budget_makes_the_same_bytes(whole_device, t
     assert 0 < result.num_already_done < NUM_PICTURES
     assert result.num_already_done + result.num_encoded == NUM_PICTURES
     assert_same_cache(tmp_path / "cache", tmp_path / "undisturbed")
+
+
+def test_many_batches_of_captions_in_one_pass_have_the_same_bits(whole_device):
+    """Several loops over the layers: those without a place of their own are uploaded again in each."""
+    whole_device("flux")
+    captions = [f"{CAPTIONS[i % 3]}, number {i}" for i in range(96)]
+    found = []
+    for budget in (8 * GB, math.inf):
+        processor = processor_class("random-flux")(
+            "", torch.device(DEVICE), torch.bfloat16, device_memory=budget
+        )
+        with processor.text_pass():
+            batches = [processor.encode_texts(captions[i : i + 32]) for i in range(0, 96, 32)]
+        found.append([{key: column.cpu() for key, column in batch.items()} for batch in batches])
+        del processor, batches
+        torch.cuda.empty_cache()
+    for streamed, whole in zip(*found, strict=True):
+        for key, column in whole.items():
+            assert torch.equal(streamed[key], column), key
 
 
 @pytest.mark.parametrize(
