@@ -255,6 +255,18 @@ def test_using_less_memory_moves_the_text_encoders(load):
     assert isinstance(processor._texts.layers, StreamedLayers)
 
 
+def test_text_encoders_that_left_the_device_do_not_come_back(load):
+    sizes = sizes_of(load("flux"))
+    processor = load("flux", 2 * sizes.budget_for_all)
+    processor._plan_for_others = replace(processor._plan_for_others, pixel_bytes=1)
+    processor.encode_pixels(noise("flux"), None)
+    assert processor.takes_turns
+    assert not any(tensor.is_inference() for tensor in processor._texts.weights)
+    assert processor.use_less_memory()
+    assert processor.memory_plan.text == "turns"
+    assert processor._plan_for_others.text == "together", "which decides the batches of other samples"
+
+
 def test_what_is_available_limits_the_smaller_plan(load, monkeypatch):
     sizes = sizes_of(load("flux"))
     processor = load("flux", sizes.budget_for_all)

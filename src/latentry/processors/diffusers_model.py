@@ -96,11 +96,11 @@ class DiffusersProcessor(Processor, ABC):
         if self._device.type == "mps":
             # Its memory is main memory: weights that wait there would take just as much of it.
             budget = max(budget, sizes.budget_for_all)
-        self.memory_plan = plan_memory(sizes, budget)
-        self._plan_for_large_samples = self.memory_plan
+        self._plan_for_others = self._plan_for_large_samples = plan_memory(sizes, budget)
         if self._device.type != "mps" and math.isfinite(budget):
             self._plan_for_large_samples = plan_memory(sizes, budget, for_large_samples=True)
-        self._plan_for_others = self.memory_plan
+        # Text encoders that have left the device for a large sample do not come back to stay.
+        self.memory_plan = self._plan_for_large_samples if self.takes_turns else self._plan_for_others
         self._place()
 
     def _plan_for(self, shape: Sequence[int]) -> MemoryPlan:
@@ -129,6 +129,7 @@ class DiffusersProcessor(Processor, ABC):
         others = {id(tensor) for weights in self._sometimes_on_device().values() for tensor in weights}
         return [tensor for tensor in weights_of(self._vae) if id(tensor) not in others]
 
+    @torch.inference_mode(False)
     def _place(self) -> None:
         """Put the weights where the plan wants them."""
         for tensor in self._always_on_device():
