@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -177,3 +179,14 @@ def make_captioned_images(folder: Path, captions: dict[str, list[str]] = CAPTION
         Image.fromarray(pixels.numpy()).save(folder / name)
         (folder / name).with_suffix(".txt").write_text("\n".join(lines))
     return folder
+
+
+# Bodies of spawned processes are here, because a new process can import this module and not those of the tests.
+
+
+def dying_process(*_: object) -> None:
+    os._exit(3)
+
+
+def silent_process(*_: object) -> None:
+    time.sleep(600)

@@ -5,11 +5,9 @@ from __future__ import annotations
 import json
 import logging
 import math
-import os
 import shutil
 import subprocess
 import sys
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import run_main, stopped_after
+from helpers import dying_process, run_main, silent_process, stopped_after
 
 from latentry import Recipe, convert_cache, prepare, verify_cache
 from latentry.cache.format import read_metadata
@@ -179,14 +177,6 @@ def test_given_budget_other_than_the_recorded_one(gpus, caplog):
 # ---- asking the devices ---------------------------------------------------------------------
 
 
-def exits(devices: Sequence[str], sender: Any) -> None:
-    os._exit(3)
-
-
-def sleeps(devices: Sequence[str], sender: Any) -> None:
-    time.sleep(600)
-
-
 def test_several_devices_are_asked_by_another_process(monkeypatch):
     """A CUDA context in this process would stay on each device for the whole run."""
     asked = []
@@ -222,13 +212,13 @@ def test_errors_of_a_single_device_are_one_line():
 
 
 def test_another_process_that_dies(monkeypatch):
-    monkeypatch.setattr(device_budget, "_answer", exits)
+    monkeypatch.setattr(device_budget, "_answer", dying_process)
     with pytest.raises(RunError, match=r"asks cuda:0, cuda:1 for available memory died \(exit code 3\)"):
         device_budget._asked_in_process(["cuda:0", "cuda:1"])
 
 
 def test_another_process_that_does_not_answer(monkeypatch):
-    monkeypatch.setattr(device_budget, "_answer", sleeps)
+    monkeypatch.setattr(device_budget, "_answer", silent_process)
     monkeypatch.setattr(device_budget, "_ANSWER_LIMIT_S", 0.1)
     with pytest.raises(
         RunError, match=r"cuda:0 did not answer within 0 s when asked for available memory; check"
