@@ -30,8 +30,8 @@ logger = logging.getLogger(__name__)
 class DiffusersProcessor(Processor, ABC):
     """The common part of processors for diffusers models. A family adds its loading, its normalisation and its text.
 
-    A subclass loads its models into main memory, passes them to ``_set_up``, and overrides the abstract methods. This
-    class decides what is on the device and when, and splits batches that would not fit.
+    A subclass overrides the abstract methods. In ``_prepare`` it loads its models and passes them to ``_set_up``. This class
+    decides what is on the device and when, and splits batches that would not fit.
     """
 
     components: ClassVar[tuple[str, ...]]
@@ -46,7 +46,13 @@ class DiffusersProcessor(Processor, ABC):
     """Whether the VAE's own modules take only one sample at a time."""
 
     def __init__(
-        self, device: torch.device, dtype: torch.dtype, text_dtype: str, device_memory: float
+        self,
+        model_name: str,
+        device: torch.device,
+        dtype: torch.dtype,
+        *,
+        text_dtype: str = "auto",
+        device_memory: float = math.inf,
     ) -> None:
         self._device, self._dtype = device, dtype
         self._text_dtype, self._device_memory = text_dtype, device_memory
@@ -54,6 +60,7 @@ class DiffusersProcessor(Processor, ABC):
         """The most memory that was there when it ran out."""
         if text_dtype == "fp8":
             fp8.require_support(device)
+        self._prepare(model_name)
 
     def _folder(self, model_name: str, *packages: str) -> Path:
         """The model's folder, after a check that the packages to load it are installed."""
@@ -260,6 +267,10 @@ class DiffusersProcessor(Processor, ABC):
         return {}
 
     # ---- what a family adds -----------------------------------------------------------------
+
+    @abstractmethod
+    def _prepare(self, model_name: str) -> None:
+        """Load the models into main memory, keep what encoding needs of them, and call ``_set_up``."""
 
     @abstractmethod
     def use_fused_encoders(self) -> None:

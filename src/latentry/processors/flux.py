@@ -7,7 +7,6 @@ use them.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -44,16 +43,7 @@ class FluxProcessor(DiffusersProcessor):
     bytes_per_pixel = 1600  # 1.6 GB for 1024x1024 on an H200
     decoder_bytes_per_pixel = 4000  # 4.2 GB for the same
 
-    def __init__(
-        self,
-        model_name: str,
-        device: torch.device,
-        dtype: torch.dtype,
-        *,
-        text_dtype: str = "auto",
-        device_memory: float = math.inf,
-    ) -> None:
-        super().__init__(device, dtype, text_dtype, device_memory)
+    def _prepare(self, model_name: str) -> None:
         self._clip: Any
         self._t5: Any
         vae, self._clip, self._t5, self._clip_tokenizer, self._t5_tokenizer = self._load(model_name)
@@ -65,7 +55,7 @@ class FluxProcessor(DiffusersProcessor):
             self._t5.encoder,
             "block",
             others=[self._clip],
-            caption_bytes=T5_LENGTH * token_bytes(self._t5.config, dtype),
+            caption_bytes=T5_LENGTH * token_bytes(self._t5.config, self._dtype),
             own_modules_factor=OWN_MODULES_FACTOR,
         )
         self._set_up(vae, texts)

@@ -6,7 +6,6 @@ sees are the pipeline's. A text-to-video checkpoint has no SigLIP, and its cache
 
 from __future__ import annotations
 
-import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -82,21 +81,12 @@ class HunyuanProcessor(DiffusersProcessor):
     decoder_bytes_per_pixel = 3900  # 52 GB for 33 frames of the same
     one_by_one = True  # diffusers builds the attention mask for a single clip
 
-    def __init__(
-        self,
-        model_name: str,
-        device: torch.device,
-        dtype: torch.dtype,
-        *,
-        text_dtype: str = "auto",
-        device_memory: float = math.inf,
-    ) -> None:
-        super().__init__(device, dtype, text_dtype, device_memory)
+    def _prepare(self, model_name: str) -> None:
         models = self._load(model_name)
         vae, self._qwen, self._byt5, self._tokenizer, self._tokenizer_2 = models[:5]
         self._siglip, self._image_processor = models[5:]
         config = self._qwen.config
-        token_bytes = (2 * config.intermediate_size + 16 * config.hidden_size) * dtype.itemsize
+        token_bytes = (2 * config.intermediate_size + 16 * config.hidden_size) * self._dtype.itemsize
         texts = TextEncoders(
             self._qwen,
             self._qwen,

@@ -6,7 +6,6 @@ latents are normalised with the VAE's own mean and standard deviation per channe
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -46,21 +45,13 @@ class WanProcessor(DiffusersProcessor):
     bytes_per_pixel = 130  # 4 GB for 81 frames of 832x480 on an H200
     decoder_bytes_per_pixel = 180  # 4.7 GB for the same
 
-    def __init__(
-        self,
-        model_name: str,
-        device: torch.device,
-        dtype: torch.dtype,
-        *,
-        text_dtype: str = "auto",
-        device_memory: float = math.inf,
-    ) -> None:
-        super().__init__(device, dtype, text_dtype, device_memory)
+    def _prepare(self, model_name: str) -> None:
         self._umt5: Any
         vae, self._umt5, self._tokenizer = self._load(model_name)
         # Checkpoints hold the embedding once, as shared.weight. Some releases of transformers 5 leave the encoder's
         # copy empty, and then every text has the same embedding.
         self._umt5.encoder.embed_tokens.weight = self._umt5.shared.weight
+        device, dtype = self._device, self._dtype
         shape = (1, vae.config.z_dim, 1, 1, 1)
         self._mean = torch.tensor(vae.config.latents_mean).view(shape).to(device, dtype)
         self._inverse_std = 1.0 / torch.tensor(vae.config.latents_std).view(shape).to(device, dtype)

@@ -10,6 +10,7 @@ are finite, but they mean nothing.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, ClassVar
@@ -38,7 +39,7 @@ _drawn: dict[str, Weights] = {}
 """The weights that were drawn in this process. Processors share them, and write none of them."""
 
 
-class RandomWeights:
+class RandomWeights(ABC):
     """Mixed into a processor: it gets models of the given sizes, with random weights.
 
     A subclass may have other sizes, for tests that need small models.
@@ -51,9 +52,9 @@ class RandomWeights:
     _dtype: torch.dtype
 
     @staticmethod
+    @abstractmethod
     def constructors() -> dict[str, Callable[..., Any]]:
         """What builds each model from its configuration."""
-        raise NotImplementedError
 
     @classmethod
     def skeletons(cls, dtype: torch.dtype) -> dict[str, Any]:
