@@ -99,8 +99,9 @@ def test_more_memory_is_never_used_worse(model, budget, more):
     budget = max(budget, model.smallest_budget)
     order = ["streamed", "turns", "together"]
     small, large = plan_memory(model, budget), plan_memory(model, budget + more)
-    assert order.index(small.text) <= order.index(large.text)
-    assert small.text_batch_size <= large.text_batch_size
+    # Larger batches of captions come first, and may leave fewer layers on the device.
+    ranks = [(plan.text_batch_size, order.index(plan.text)) for plan in (small, large)]
+    assert ranks == sorted(ranks)
     if small.text == large.text:
         assert small.pixel_bytes <= large.pixel_bytes or large.num_graphs > small.num_graphs
 
